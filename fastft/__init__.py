@@ -1,0 +1,60 @@
+"""fastft: Hugging Face fine-tuning, faster and smaller, without changing how anyone writes it.
+
+Importing installs inert patches (a method acts only on instances that carry a plan), prints nothing, and loads neither trl,
+peft, bitsandbytes nor Triton.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastft.patching import install as _install
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fastft import functional as functional
+    from fastft.model import FastLanguageModel, FastModel
+    from fastft.patching.plan import patch, patched, unpatch
+    from fastft.patching.registry import stock_only
+    from fastft.patching.report import report
+    from fastft.verification import verify
+
+_LAZY = {
+    "FastModel": "fastft.model",
+    "FastLanguageModel": "fastft.model",
+    "patch": "fastft.patching.plan",
+    "patched": "fastft.patching.plan",
+    "report": "fastft.patching.report",
+    "stock_only": "fastft.patching.registry",
+    "unpatch": "fastft.patching.plan",
+    "verify": "fastft.verification",
+}
+
+__all__ = [
+    "FastLanguageModel",
+    "FastModel",
+    "functional",
+    "patch",
+    "patched",
+    "report",
+    "stock_only",
+    "unpatch",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use (PEP 562), so that `import fastft` costs next to nothing."""
+    import importlib
+
+    if name == "functional":
+        return importlib.import_module("fastft.functional")
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'fastft' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+_install()

@@ -1,0 +1,91 @@
+"""The `fastft` command. Nothing heavy is imported until a command runs, so `fastft --help` answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="fastft",
+    help="Fine-tune Hugging Face models faster and in less memory.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+DEFAULT_OUTPUT = Path("fastft-demo")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fastft {version('fastft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune Hugging Face models faster and in less memory."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub name, folder or .gguf file. Default: SmolLM2-135M-Instruct, from its package or the hub."
+        ),
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file of your own: rows with prompt and completion, or with messages. A tenth is held out."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps of 16 rows. Default: two passes over the rows, at most 300 steps."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the adapter, metrics.json and the loss plot.")
+    ] = DEFAULT_OUTPUT,
+) -> None:
+    """Fine-tune a model in 4 bits with LoRA through TRL, and show what it learned.
+
+    It answers held-out questions before and after, beside a nearest-neighbour baseline. Without options it teaches a
+    small model to turn requests ("remind me at 7:45 pm to feed the cat") into compact JSON.
+    """
+    from fastft.demo.model_source import ModelSourceError, resolve_model
+    from fastft.demo.rows import DatasetError, builtin_data, user_data
+
+    try:
+        data = builtin_data() if dataset is None else user_data(dataset)
+    except DatasetError as error:
+        raise typer.BadParameter(str(error), param_hint="--dataset") from error
+    try:
+        source = resolve_model(model)
+    except ModelSourceError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from error
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is a file; a folder is needed", param_hint="--output")
+
+    from fastft.demo.run import run_demo
+
+    console = Console()
+    try:
+        run_demo(source, data, steps=steps, output=output, console=console)
+    except (OSError, ValueError, ImportError) as error:
+        # What a person can mend (a wrong name, a full disk, a missing library) in words; anything else keeps its trace.
+        Console(stderr=True).print(f"[bold red]Error:[/] {type(error).__name__}: ", end="")
+        Console(stderr=True).print(str(error), markup=False)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,214 @@
+"""The kernels as functions for anyone, differentiable, on any device.
+
+    y = rms_norm(x, weight, eps)
+    y = swiglu(gate, up)
+    q, k = rope(q, k, cos, sin)                     # Hugging Face's layout [B, heads, S, D]
+    loss = linear_cross_entropy(hidden, weight, labels)
+    y = lora_linear(x, weight, ...)
+    w = dequantize(weight)
+
+On CUDA they run as Triton kernels, elsewhere (and in float64) as their plain-torch twins. No function writes to a tensor
+it was given, nor to a gradient handed to its backward. A backward through a backward raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fastft.autograd.linear_cross_entropy import linear_cross_entropy
+from fastft.autograd.projection import lora_linear
+from fastft.kernels import nf4, rms_norm as rms_norm_kernels, rope as rope_kernels, swiglu as swiglu_kernels
+from fastft.kernels.nf4 import QuantizedWeight
+from fastft.kernels.rms_norm import NormMode
+
+__all__ = ["QuantizedWeight", "dequantize", "linear_cross_entropy", "lora_linear", "rms_norm", "rope", "swiglu"]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, mode: NormMode = "llama") -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension.
+
+    Args:
+        x: [..., hidden].
+        weight: [hidden], any float dtype.
+        eps: added to the mean square.
+        mode: "llama" rounds the normalized x to its dtype before weight multiplies it (Llama, Mistral, Qwen, Granite);
+            "fp32" multiplies in float32 and rounds once (OLMo 2); "gemma" so too, by 1 + weight.
+
+    Returns:
+        [..., hidden], in the promoted dtype of x and weight for "llama", else in x's.
+
+    Raises:
+        ValueError: an unknown mode, or a weight that is not [hidden].
+    """
+    if mode not in ("llama", "fp32", "gemma"):
+        raise ValueError(f"rms_norm: mode is {mode!r}; it must be 'llama', 'fp32' or 'gemma'.")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight has shape {list(weight.shape)}, but the last dimension of x {list(x.shape)} needs "
+            f"[{x.shape[-1]}]."
+        )
+    return _RMSNorm.apply(x, weight, eps, mode)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up.
+
+    Args:
+        gate: [..., intermediate].
+        up: like gate.
+
+    Returns:
+        [..., intermediate] in gate's dtype.
+
+    Raises:
+        ValueError: gate and up differ in shape or dtype.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: gate is {gate.dtype} {list(gate.shape)} and up {up.dtype} {list(up.shape)}; they must agree."
+        )
+    return _SwiGLU.apply(gate, up)
+
+
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding, as transformers' `apply_rotary_pos_emb(q, k, cos, sin)`.
+
+    Args:
+        q: [B, q_heads, S, D].
+        k: [B, k_heads, S, D].
+        cos: [B or 1, S, R], R even and at most D; columns of q and k from R on pass through. Not differentiated.
+        sin: as cos.
+
+    Returns:
+        The rotated q and k, in their own dtypes.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    batch, _, sequence, head = q.shape
+    fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == sequence
+    if not fits or cos.shape[2] % 2 or cos.shape[2] > head or k.shape != (batch, k.shape[1], sequence, head):
+        raise ValueError(
+            f"rope: q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit; "
+            "expected q and k [B, heads, S, D] and cos and sin [B or 1, S, R] with R even and at most D."
+        )
+    return _RoPE.apply(q, k, cos, sin)
+
+
+def dequantize(
+    weight: QuantizedWeight | torch.Tensor, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The dense weight of a 4-bit one (NF4 or FP4, nested scales or not). Not differentiable: the codes are discrete.
+
+    Args:
+        weight: a QuantizedWeight, or a bitsandbytes `Params4bit`.
+        dtype: of the result; None is what the weight was quantized from.
+        out: [out_features, in_features] to write into.
+
+    Returns:
+        [out_features, in_features].
+
+    Raises:
+        TypeError: weight is neither, or has not been quantized yet.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        weight = _from_bitsandbytes(weight)
+    return nf4.dequantize(weight, dtype, out=out)
+
+
+def _from_bitsandbytes(weight: torch.Tensor) -> QuantizedWeight:
+    """A `Params4bit`'s tensors by reference. Read by attribute, so that bitsandbytes need not be imported."""
+    state = getattr(weight, "quant_state", None)
+    if state is None or getattr(state, "quant_type", None) not in ("nf4", "fp4"):
+        raise TypeError(
+            f"dequantize: expected a QuantizedWeight or a quantized bitsandbytes Params4bit, got {type(weight).__name__} "
+            "without a 4-bit quant_state. A Params4bit is quantized when it is first moved to its device."
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise TypeError(
+            "dequantize: bitsandbytes has repacked this weight for its CPU inference kernel, in place. Set "
+            "`support_avx512bf16_for_cpu = False` on the Linear4bit before its first use in eval mode."
+        )
+    inner = state.state2 if state.nested else None
+    return QuantizedWeight(
+        packed=weight.detach().view(torch.uint8),
+        absmax=state.absmax,
+        code=state.code,
+        blocksize=state.blocksize,
+        shape=(state.shape[0], state.shape[1]),
+        dtype=state.dtype,
+        absmax_code=None if inner is None else inner.code,
+        absmax_scale=None if inner is None else inner.absmax,
+        absmax_blocksize=256 if inner is None else inner.blocksize,
+        offset=None if inner is None else state.offset,
+    )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, mode: NormMode) -> torch.Tensor:
+        y, inverse_rms, _ = rms_norm_kernels.rms_norm(x, weight, eps, mode=mode)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.mode = mode
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        grad_x, grad_weight = rms_norm_kernels.rms_norm_backward(
+            grad_output, x, weight, inverse_rms, mode=ctx.mode, needs_weight_grad=ctx.needs_input_grad[1]
+        )
+        return grad_x if ctx.needs_input_grad[0] else None, grad_weight, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu_kernels.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        gate, up = ctx.saved_tensors
+        _, grad_gate, grad_up = swiglu_kernels.swiglu_backward(grad, gate, up, needs_product=False)
+        return grad_gate if ctx.needs_input_grad[0] else None, grad_up if ctx.needs_input_grad[1] else None
+
+
+class _RoPE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)  # attention over q alone leaves k without a gradient
+        return _rotated(q, k, cos, sin, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad_q = grad_q if ctx.needs_input_grad[0] else None
+        grad_k = grad_k if ctx.needs_input_grad[1] else None
+        if grad_q is None:
+            grad_k = None if grad_k is None else _rotated(grad_k, None, cos, sin, inverse=True)[0]
+        else:
+            grad_q, grad_k = _rotated(grad_q, grad_k, cos, sin, inverse=True)
+        return grad_q, grad_k, None, None
+
+
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Between Hugging Face's [B, heads, S, D] and the kernel's [B, S, heads, D]: two views, nothing moves."""
+    q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
+    q, k = rope_kernels.rope(q, k, cos, sin, inverse=inverse)
+    return q.transpose(1, 2), None if k is None else k.transpose(1, 2)

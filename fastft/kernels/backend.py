@@ -1,0 +1,76 @@
+"""Which backend a kernel call runs on: the Triton kernel or its plain-torch twin.
+
+Triton is an optional dependency (no wheel on macOS or Windows, none wanted on a CPU machine), so this file is the only
+one that imports it. Kernel files write `from fastft.kernels.backend import tl, triton` and decorate with `@triton.jit`;
+where Triton is absent the decorator leaves a plain Python function that nobody calls, because `uses_triton` is False.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        HAS_TRITON = True
+    except ImportError:  # the twins serve
+
+        def _cdiv(numerator: int, denominator: int) -> int:
+            return -(-numerator // denominator)
+
+        triton = types.SimpleNamespace(jit=lambda function: function, cdiv=_cdiv)
+        tl = types.SimpleNamespace(constexpr=Any)
+        HAS_TRITON = False
+
+__all__ = ["HAS_TRITON", "interpreting", "launch_on", "next_power_of_2", "tl", "triton", "uses_triton"]
+
+KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` (Triton block extents must be powers of two)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in the CPU interpreter (`TRITON_INTERPRET=1` when it was imported)."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+_INTERPRETING = interpreting()
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Whether a kernel over `tensor` runs as Triton: CUDA (or the interpreter) and a dtype the kernels compute in.
+
+    float64 always takes the twin: it is the reference arithmetic of gradcheck, and the kernels compute in float32.
+    """
+    return HAS_TRITON and (tensor.is_cuda or _INTERPRETING) and tensor.dtype in KERNEL_DTYPES
+
+
+def launch_on(tensor: torch.Tensor) -> Any:
+    """Context that makes `tensor`'s device current: Triton launches on the current device and stream."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _SAME_DEVICE
+
+
+class _SameDevice:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+_SAME_DEVICE = _SameDevice()

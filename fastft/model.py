@@ -1,0 +1,226 @@
+"""FastModel: load a model, put a LoRA on it, both made fast.
+
+Nothing here replaces Hugging Face: the model is a transformers model, the adapter a PEFT adapter, the tokenizer what
+AutoTokenizer gives. This file puts the calls in order; each decision has its file in `loading/`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastft.loading.adapter import (
+    check_names,
+    enable_checkpointing,
+    ignoring_checkpointing_rename,
+    keep_existing,
+    require_trainable,
+    seeded,
+)
+from fastft.loading.checkpoint import load_config, load_tokenizer, note_native_window, quantization_for
+from fastft.loading.device import mapped_devices, resolve_device_map
+from fastft.loading.dtype import choose_dtype
+from fastft.loading.gguf import dequantized_folder
+from fastft.loading.source import HUB_OPTIONS, Source, adapter_base, has_tokenizer, resolve_source
+from fastft.patching.plan import patch
+from fastft.patching.registry import site_of
+
+__all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
+
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# All mean the same today: every layer keeps its input and is run again in the backward pass.
+_CHECKPOINTING = (True, "fastft", "unsloth", "recompute")
+
+# Arguments of peft.get_peft_model itself; every other keyword is a LoraConfig field.
+_WRAPPING_OPTIONS = ("adapter_name", "autocast_adapter_dtype", "low_cpu_mem_usage")
+
+
+class FastModel:
+    """Entry points for loading and adapting. `FastLanguageModel` is this same object."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str | os.PathLike[str],
+        max_seq_length: int | None = 2048,
+        dtype: str | torch.dtype | None = None,
+        load_in_4bit: bool = True,
+        device_map: Any = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        quantization_config: Any = None,
+        gguf_file: str | None = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """Load a causal language model and its tokenizer, and make the model fast.
+
+        Args:
+            model_name: a local folder, a hub name, an adapter (its base is loaded with it, and it is trainable), an
+                already quantized checkpoint (kept as it is), or a .gguf file.
+            max_seq_length: longest document the model accepts; longer ones raise. RoPE is not touched. None: no limit.
+            dtype: what activations and unquantized weights are in: a torch dtype or its name. None chooses by compute
+                capability: bfloat16 from 8.0, float16 below, float32 on the CPU.
+            load_in_4bit: quantize a checkpoint that is not quantized yet to nested NF4. False: weights in `dtype`.
+            device_map: as in transformers. None: this process's GPU (its local rank's under torchrun), else the CPU.
+            token: Hugging Face access token.
+            revision: branch, tag or commit on the hub (of the adapter, where `model_name` is one).
+            trust_remote_code: allow code that comes with the checkpoint to run.
+            attn_implementation: as in transformers.
+            quantization_config: a transformers quantization configuration instead of the NF4 one.
+            gguf_file: a GGUF file in the folder or repository. It is unpacked once into a 16-bit folder in the cache.
+            strict: raise where a part of the model could not be made fast, instead of running it stock.
+            **kwargs: passed on to `AutoModelForCausalLM.from_pretrained`.
+
+        Returns:
+            (model, tokenizer). The model is in eval mode, as transformers returns it.
+
+        Raises:
+            FileNotFoundError: a folder or file that is not there, or a folder that holds no model.
+            OSError: the hub does not give the name, or there is no tokenizer beside the model.
+            ValueError: a dtype that does not exist or that this GPU does not have; a folder that could mean two things.
+            RuntimeError: a CUDA device was asked for that this process cannot use.
+            ImportError: bitsandbytes or gguf is needed and not installed.
+        """
+        if "torch_dtype" in kwargs:  # the name before transformers 5
+            legacy = kwargs.pop("torch_dtype")
+            dtype = legacy if dtype is None else dtype
+        device_map = resolve_device_map(device_map)
+        dtype = choose_dtype(dtype, mapped_devices(device_map))
+        hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        source = resolve_source(model_name, gguf_file=gguf_file, token=token, revision=revision, **hub)
+        adapter = source if source.kind == "adapter" else None
+        if adapter is not None:
+            source = adapter_base(adapter)
+        if source.gguf_path is not None:
+            folder = dequantized_folder(source.gguf_path, trust_remote_code=trust_remote_code)
+            source = Source("model", str(folder), local=True)
+
+        config, options = load_config(source, trust_remote_code=trust_remote_code, options=kwargs)
+        tokenizer_source = adapter if adapter is not None and has_tokenizer(adapter) else source
+        tokenizer = load_tokenizer(tokenizer_source, trust_remote_code=trust_remote_code)
+        quantization = quantization_for(config, load_in_4bit=load_in_4bit, requested=quantization_config, dtype=dtype)
+        if quantization is not None:
+            options["quantization_config"] = quantization
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.name,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            **source.hub,
+            **options,
+        )
+        note_native_window(config, max_seq_length)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
+        return patch(model, strict=strict, max_seq_length=max_seq_length), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: Any,
+        r: int = 16,
+        target_modules: Sequence[str] | str | None = TARGET_MODULES,
+        lora_alpha: int = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        use_gradient_checkpointing: bool | str = True,
+        random_state: int | None = 3407,
+        layers_to_transform: int | list[int] | None = None,
+        use_rslora: bool = False,
+        modules_to_save: list[str] | None = None,
+        init_lora_weights: bool | str = True,
+        **peft_kwargs: Any,
+    ) -> Any:
+        """Put a LoRA on `model` (PEFT's own objects; files saved from it load in plain PEFT).
+
+        Args:
+            model: a model from `from_pretrained` or any transformers model. A PeftModel that already carries this
+                adapter is returned as it is, its weights kept.
+            r: rank.
+            target_modules: names, PEFT's "all-linear", or a regular expression. None means the seven projections.
+            lora_alpha: the update is scaled by lora_alpha / r (by lora_alpha / sqrt(r) with `use_rslora`).
+            lora_dropout: dropout on the adapter's input.
+            bias: "none", "all" or "lora_only", as in PEFT.
+            use_gradient_checkpointing: True (or "recompute"; "fastft" and "unsloth" say the same) keeps each layer's
+                input only and runs the layer again in the backward pass. False leaves the model's setting as it is.
+            random_state: seed of the initialization; the process's generators are as before afterwards. None: unseeded.
+            layers_to_transform: indices of the layers to adapt; None: all.
+            use_rslora: rank-stabilized scaling.
+            modules_to_save: modules that are trained in full and saved with the adapter.
+            init_lora_weights: PEFT's initialization.
+            **peft_kwargs: further fields of `peft.LoraConfig`, or `adapter_name`, `autocast_adapter_dtype`,
+                `low_cpu_mem_usage` of `peft.get_peft_model`.
+
+        Returns:
+            The PeftModel. Adapter weights are float32 also over a 16-bit model.
+
+        Raises:
+            ValueError: a name that matches no module, a layer that is not there, nothing trainable, another adapter
+                already on the model, or an unknown `use_gradient_checkpointing`.
+            TypeError: a keyword that LoraConfig does not know.
+        """
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        checkpointing = _wants_checkpointing(use_gradient_checkpointing)
+        wrapping = {name: peft_kwargs.pop(name) for name in _WRAPPING_OPTIONS if name in peft_kwargs}
+        targets = TARGET_MODULES if target_modules is None else target_modules
+        fields: dict[str, Any] = {
+            "task_type": "CAUSAL_LM",
+            "r": r,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "lora_alpha": lora_alpha,
+            "lora_dropout": lora_dropout,
+            "bias": bias,
+            "layers_to_transform": layers_to_transform,
+            "use_rslora": use_rslora,
+            "modules_to_save": modules_to_save,
+            "init_lora_weights": init_lora_weights,
+        }
+        config = LoraConfig(**(fields | peft_kwargs))
+        with ignoring_checkpointing_rename():
+            if isinstance(model, PeftModel):
+                keep_existing(model, config, wrapping.get("adapter_name"))
+            else:
+                check_names(model, config)
+                with seeded(model, random_state):
+                    model = get_peft_model(model, config, **wrapping)
+        require_trainable(model)
+        patch(model, strict=_planned_strict(model))
+        if checkpointing:  # after planning, so that the planned layers take it up as their level
+            enable_checkpointing(model)
+        return model
+
+
+FastLanguageModel = FastModel  # the name that people who come from Unsloth type
+
+
+def _wants_checkpointing(value: bool | str) -> bool:
+    if value is False or value in _CHECKPOINTING:
+        return bool(value)
+    raise ValueError(
+        f"use_gradient_checkpointing={value!r} is not known. Give True (the same as 'recompute', 'fastft' or "
+        "'unsloth') or False."
+    )
+
+
+def _planned_strict(model: torch.nn.Module) -> bool:
+    """Whether `model` was planned with strict=True; planning it again must not forget that."""
+    return any(site.strict for module in model.modules() if (site := site_of(module)) is not None)
+
+
+def _with_adapter(model: Any, adapter: Source) -> Any:
+    from peft import PeftModel
+
+    with ignoring_checkpointing_rename():
+        return PeftModel.from_pretrained(model, adapter.name, is_trainable=True, **adapter.hub)

@@ -1,0 +1,97 @@
+"""Attention as a callable: transformers' own interface with the mask, scaling and keywords its module would pass.
+
+Nothing is computed here. On Hopper, SDPA's cuDNN backend runs causal attention 1.8 times faster than flash in training
+(SPEED.md); PyTorch does not prefer it by itself, so the call is wrapped in `sdpa_kernel(…, set_priority=True)`, which is
+restored at once. cuDNN builds a plan per shape, so a length is given to it only the second time it is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastft.autograd.attention_half import Attention
+from fastft.patching.families import Family
+
+_SEEN_SHAPES: set[tuple[int, ...]] = set()
+_MAX_SEEN = 64  # beyond this many distinct shapes lengths evidently vary, and flash serves the new ones
+
+
+def interface_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function transformers would call for `module` now (`config._attn_implementation`)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import sys
+
+    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    config: Any = module.config
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)  # type: ignore[no-any-return]
+
+
+def family_arguments(module: nn.Module, family: Family) -> dict[str, Any]:
+    """The keywords this family's attention adds, read off the module as its declaration says."""
+    return {
+        keyword: functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+        for keyword, path in family.attention_arguments.items()
+    }
+
+
+def attention_callable(
+    module: nn.Module, family: Family, attention_mask: Any, kwargs: dict[str, Any], dropout: float = 0.0
+) -> Attention:
+    """`(query, key, value) -> output [batch, sequence, heads, head_dim]` over transformers' interface.
+
+    Args:
+        module: the attention module (read by the interface: `num_key_value_groups`, `is_causal`).
+        family: its declaration.
+        attention_mask: as the decoder layer received it.
+        kwargs: the layer's further keywords (document boundaries among them), passed on as received.
+        dropout: attention dropout of this call.
+    """
+    interface = interface_of(module)
+    arguments = {**family_arguments(module, family), **kwargs}
+    scaling = module.scaling
+    implementation = module.config._attn_implementation  # type: ignore[union-attr]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def run() -> Tensor:
+            return interface(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments
+            )[0]
+
+        if attention_mask is None and implementation == "sdpa" and _prefers_cudnn(query):
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            order = [
+                SDPBackend.CUDNN_ATTENTION,
+                SDPBackend.FLASH_ATTENTION,
+                SDPBackend.EFFICIENT_ATTENTION,
+                SDPBackend.MATH,
+            ]
+            with sdpa_kernel(order, set_priority=True):
+                return run()
+        return run()
+
+    return attention
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+def _prefers_cudnn(query: Tensor) -> bool:
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[2] < 128:
+        return False
+    if query.shape[-1] > 128 or query.shape[-1] % 8 or not _is_hopper(query.device.index):
+        return False
+    shape = tuple(query.shape)
+    if shape in _SEEN_SHAPES:
+        return True
+    if len(_SEEN_SHAPES) < _MAX_SEEN:
+        _SEEN_SHAPES.add(shape)
+    return False

@@ -1,0 +1,173 @@
+"""The causal language model's forward: with labels, a loss that never builds the logits.
+
+    loss = Σ over counted tokens of −log p(label) / count          count: num_items_in_batch, else the counted tokens
+
+No labels: the saved original, real logits. Training with labels: `logits=None`. Evaluation with labels: logits are there when
+somebody reads them (`LazyLogits`), and not built when nobody does. A batch without a counted token gives 0, joined to the graph;
+stock gives NaN. In padding-free packed rows (position_ids, no mask) the first token of a document is not a target: it cannot be
+predicted from another document.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fastft.patching import registry
+from fastft.patching.families import Family
+from fastft.patching.peft import hooked
+
+IGNORE_INDEX = -100
+_CONSUMED = ("labels", "shift_labels", "num_items_in_batch", "return_logits", "return_dict", "logits_to_keep")
+_UNREAD = torch.empty(0)
+
+
+@dataclass
+class LazyLogits(CausalLMOutputWithPast):
+    """A causal-LM output whose logits are computed when first read: as attribute, key, item, value or tuple element."""
+
+    @classmethod
+    def defer(cls, compute: Callable[[], Tensor], **fields: Any) -> LazyLogits:
+        """An output with `fields` whose logits will be `compute()`; the key order is stock's."""
+        loss = fields.pop("loss")
+        output = cls(loss=loss, logits=_UNREAD, **fields)
+        output.__dict__["_pending"] = compute
+        return output
+
+    def _materialize(self) -> None:
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:
+            self.logits = pending()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "logits":
+            self._materialize()
+        return super().__getattribute__(name)
+
+    def items(self) -> Any:
+        self._materialize()
+        return super().items()
+
+    def values(self) -> Any:
+        self._materialize()
+        return super().values()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._materialize()
+        return super().get(key, default)
+
+
+def causal_lm_forward(self: Any, family: Family, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`ForCausalLM.forward` with our loss."""
+    site = self.__dict__[registry.PLAN]
+    kwargs.update(zip(_positional_names(original), args, strict=False))
+    if kwargs.get("labels") is None:
+        kwargs.pop("return_logits", None)
+        return original(self, **kwargs)
+    reason = _stock_reason(self, site, kwargs)
+    if reason is not None:
+        site.ran_stock(reason)
+        kwargs.pop("return_logits", None)
+        return original(self, **kwargs)
+    site.ran_fast()
+    return _forward(self, site, kwargs)
+
+
+@functools.cache
+def _positional_names(original: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(original).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+
+
+def _stock_reason(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> str | None:
+    """Why this call's loss cannot be ours, or None."""
+    if registry.runs_stock_only():
+        return registry.DISABLED
+    if site.reason is not None:
+        return site.reason
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        return "logits_to_keep with labels"
+    if model.__dict__.get("_loss_function") is not None or getattr(model, "loss_type", None) != "ForCausalLM":
+        return "the model has its own loss function"
+    return head_reason(model.get_output_embeddings())
+
+
+def head_reason(head: Any) -> str | None:
+    """Why the output embedding is not the plain linear layer that the loss multiplies with, or None."""
+    if type(head) is not nn.Linear:
+        return f"lm_head is {type(head).__module__}.{type(head).__qualname__}, not a plain linear layer"
+    return "lm_head has a hook or its own forward" if hooked(head.__dict__) else None
+
+
+def _forward(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> Any:
+    """Backbone, then loss over its hidden states."""
+    return_dict = kwargs.get("return_dict")
+    if return_dict is None:
+        return_dict = getattr(model.config, "return_dict", True)
+    backbone = getattr(model, model.base_model_prefix)
+    outputs = backbone(**{k: v for k, v in kwargs.items() if k not in _CONSUMED}, return_dict=True)
+    hidden = outputs.last_hidden_state  # [batch, sequence, hidden]
+    head = model.get_output_embeddings()
+    loss = causal_lm_loss(hidden, head, kwargs, site)
+    others = {k: v for k, v in outputs.items() if k != "last_hidden_state"}
+    if kwargs.get("return_logits"):
+        output = CausalLMOutputWithPast(loss=loss, logits=head(hidden), **others)
+    elif model.training:
+        output = CausalLMOutputWithPast(loss=loss, **others)
+    else:
+        output = LazyLogits.defer(lambda: head(hidden), loss=loss, **others)
+    return output if return_dict else output.to_tuple()
+
+
+def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site: registry.Site) -> Tensor:
+    """The loss, fp32 `[]`.
+
+    Args:
+        hidden: `[batch, sequence, hidden]`.
+        head: the output embedding, a plain linear layer.
+        kwargs: the model call's keywords: labels, shift_labels, num_items_in_batch, position_ids, attention_mask.
+        site: the loss's plan: counts batches without a counted label.
+
+    Raises:
+        ValueError: for a label outside the vocabulary.
+    """
+    from fastft.autograd.linear_cross_entropy import linear_cross_entropy
+
+    targets = shifted_labels(kwargs).to(hidden.device)
+    count = kwargs.get("num_items_in_batch")
+
+    return linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head.weight,  # type: ignore[arg-type]
+        targets.reshape(-1),
+        bias=head.bias,  # type: ignore[arg-type]
+        ignore_index=IGNORE_INDEX,
+        reduction="mean",
+        num_items_in_batch=count,
+    )
+
+
+def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
+    """`[batch, sequence]`: the label of each position's next token; the last position has none.
+
+    Explicit `shift_labels` are used as they are. In padding-free rows a document's first token is masked.
+    """
+    shifted = kwargs.get("shift_labels")
+    if shifted is not None:
+        return shifted  # type: ignore[no-any-return]
+    labels: Tensor = kwargs["labels"]
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and kwargs.get("attention_mask") is None:
+        labels = labels.masked_fill((positions == 0).to(labels.device), IGNORE_INDEX)
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)

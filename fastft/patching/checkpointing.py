@@ -1,0 +1,63 @@
+"""Gradient checkpointing asked for by anybody becomes level *recompute* of planned layers, once.
+
+Every road (Trainer, TRL's DPO/KTO/GRPO toggles, PEFT's k-bit preparation, a user's own call; transformers 5.17 to 5.24) ends
+in `PreTrainedModel._set_gradient_checkpointing`, so one inert class patch there covers them. The backbone's own flag stays as transformers
+sets it: it keeps the cache off in training, and trainers read it. Only the flags of planned layers are cleared, because
+these layers recompute inside their own backward; a layer that runs stock under the plan checkpoints itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fastft.patching import registry
+
+
+def planned_layers(model: nn.Module) -> list[nn.Module]:
+    """The planned decoder layers inside `model`, in order."""
+    return [m for m in model.modules() if (s := registry.site_of(m)) is not None and s.part == "decoder layer"]
+
+
+def make_set_gradient_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel._set_gradient_checkpointing` that hands planned layers to their plan."""
+
+    @functools.wraps(original)  # transformers looks for a parameter named "value" in the signature
+    def _set_gradient_checkpointing(self: nn.Module, enable: bool = True, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, enable, *args, **kwargs)
+        take_over(self)
+        return result
+
+    return _set_gradient_checkpointing
+
+
+def take_over(model: nn.Module) -> None:
+    """Turn the layers' own checkpointing flags into levels (a flag left off by `every_n_layers` means *keep*)."""
+    for layer in planned_layers(model):
+        site = registry.site_of(layer)
+        assert site is not None
+        site.level = "recompute" if getattr(layer, "gradient_checkpointing", False) else "keep"
+        layer.gradient_checkpointing = False
+
+
+def give_back(model: nn.Module) -> None:
+    """The inverse of `take_over`, before the plans are removed."""
+    for layer in planned_layers(model):
+        site = registry.site_of(layer)
+        assert site is not None
+        if "gradient_checkpointing" in layer.__dict__ or site.level == "recompute":
+            layer.gradient_checkpointing = site.level == "recompute"
+
+
+def install() -> None:
+    """Swap the method on `PreTrainedModel`, if it is the one known."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.__dict__.get("_set_gradient_checkpointing")
+    if original is None:
+        registry.skip("PreTrainedModel._set_gradient_checkpointing", "this transformers has no such method")
+        return
+    registry.swap_method(PreTrainedModel, "_set_gradient_checkpointing", make_set_gradient_checkpointing)

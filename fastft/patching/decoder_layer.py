@@ -1,0 +1,224 @@
+"""Decoder layers, bound per instance: one autograd node where everything is as the node assumes, stock where it is not.
+
+The class is never touched: on transformers >= 5.23 `GradientCheckpointingLayer` checkpoints only while `type(self).forward` is
+the wrapper it made, so a swapped class method would silently end checkpointing for every model in the process. The stock path is
+`type(self).forward(self, …)`; under level *recompute* it checkpoints itself, because the layer's own flag is off.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from fastft.autograd.attention_half import Heads, Norm
+from fastft.autograd.autocast import AutocastState
+from fastft.autograd.decoder_layer import LayerCall, apply_layer
+from fastft.patching import registry
+from fastft.patching.attention import attention_callable
+from fastft.patching.families import FAMILIES, Family
+from fastft.patching.peft import ProjectionReader, hooked
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+CACHE_NAMES = ("cache", "past_key_values")
+_BYPASSED = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
+_readers: weakref.WeakKeyDictionary[nn.Module, LayerReader] = weakref.WeakKeyDictionary()
+
+
+def global_hooks() -> bool:
+    """Whether PyTorch has module hooks that fire on every module of the process."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def wants_attentions() -> bool:
+    """Whether transformers is collecting attention weights in this forward (hooks our node would not fire)."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or ())
+
+
+class LayerReader:
+    """Reads one decoder layer into a `LayerCall` at every forward; remembers only the way, while the objects are the same.
+
+    Holds the layer's children, never the layer: `_readers` is keyed weakly by it.
+    """
+
+    __slots__ = ("_children", "_parts", "_projections", "family")
+
+    def __init__(self, layer: nn.Module, family: Family) -> None:
+        self.family = family
+        self._children: dict[str, Any] = layer._modules
+        attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
+        assert attention is not None and mlp is not None
+        self._projections = [
+            *(ProjectionReader(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *(ProjectionReader(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
+        ]
+        inner = [(mlp._modules, "act_fn")]
+        if family.head_norms:
+            inner += [(attention._modules, "q_norm"), (attention._modules, "k_norm")]
+        places = [(self._children, name) for name in _BYPASSED] + inner
+        # (where it hangs, its name, the object, its __dict__): the node bypasses these modules' own forwards
+        self._parts = [(owner, name, owner[name], owner[name].__dict__) for owner, name in places]  # type: ignore[union-attr]
+
+    def current(self) -> bool:
+        """Whether the children are still the objects this reader was made for."""
+        return all(owner.get(name) is module for owner, name, module, _ in self._parts)
+
+    def structural_reason(self) -> str | None:
+        """Why the layer as built cannot run as one node, or None."""
+        for owner, name, module, attributes in self._parts:
+            if hooked(attributes):
+                return f"{name} has a hook or its own forward"
+            if name == "act_fn":
+                if type(module).__name__ not in ("SiLUActivation", "SiLU"):
+                    return f"mlp.act_fn is {type(module).__name__}, not SiLU"
+                continue
+            if registry.site_of(module) is None:
+                return f"{name} is a {type(module).__name__}, unknown to fastft"
+            if not registry.is_ours(type(module), "forward"):
+                what = f"{type(module).__name__}.forward"
+                return registry.skipped().get(what, f"{what} was replaced by another library")
+        return None
+
+    def read(self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool) -> LayerCall | str:
+        """The layer's call for input `x`, or why it must run stock."""
+        reason = self.structural_reason()
+        if reason is not None:
+            return reason
+        attention: Any = self._children["self_attn"]
+        if training and attention.attention_dropout > 0:
+            return f"attention_dropout={attention.attention_dropout} in training"
+        state = AutocastState.current(x.device.type)
+        projections = self.projections(state.compute_dtype(x.dtype), state.enabled)
+        if isinstance(projections, str):
+            return projections
+        q, k, v, o, gate, up, down = projections
+        arguments = {n: a for n, a in kwargs.items() if n not in ("attention_mask", "position_embeddings", *CACHE_NAMES)}
+        head_norms = (self._norm(attention.q_norm), self._norm(attention.k_norm)) if self.family.head_norms else None
+        width = attention.head_dim
+        return LayerCall(
+            input_norm=self._norm(self._children["input_layernorm"]),
+            post_norm=self._norm(self._children["post_attention_layernorm"]),
+            head_norms=head_norms,
+            qkv=(q, k, v),
+            output=o,
+            gate_up=(gate, up),
+            down=down,
+            heads=Heads(q.out_features // width, k.out_features // width, width),
+            attention=attention_callable(attention, self.family, kwargs.get("attention_mask"), arguments),
+            autocast=state,
+            level=level,  # type: ignore[arg-type]
+        )
+
+    def projections(self, dtype: torch.dtype, autocast: bool) -> list[Any] | str:
+        """The seven projections, or the first reason why one must run stock."""
+        projections = []
+        for reader in self._projections:
+            projection = reader.read(dtype, autocast)
+            if isinstance(projection, str):
+                return projection
+            projections.append(projection)
+        return projections
+
+    def _norm(self, module: Any) -> Norm:
+        return Norm(module._parameters["weight"], module.variance_epsilon, self.family.norm_mode)
+
+
+def reader_of(layer: nn.Module, family: Family) -> LayerReader:
+    """The layer's reader, made anew when one of the layer's children was exchanged."""
+    reader = _readers.get(layer)
+    if reader is None or not reader.current():
+        reader = _readers[layer] = LayerReader(layer, family)
+    return reader
+
+
+def _stock_reason(site: registry.Site, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why this call cannot run fast whatever the layer's state, or None."""
+    if registry.runs_stock_only():
+        return registry.DISABLED
+    if site.reason is not None:
+        return site.reason
+    if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        return registry.GENERATING
+    if args or kwargs.get("position_embeddings") is None or not isinstance(x, Tensor) or x.dim() != 3:
+        return "called with arguments fastft does not know"
+    if x.dtype not in FLOATS or x.numel() == 0:
+        return f"activations are {x.dtype} of shape {tuple(x.shape)}"
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if global_hooks():
+        return "global module hooks are installed"
+    if wants_attentions():
+        return "attention weights are asked for (output_attentions)"
+    return None
+
+
+def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`DecoderLayer.forward` of a planned layer; keywords are passed on under the names received."""
+    site = registry.site_of(self)
+    if site is None:  # unpatched by hand: the plan is gone, this binding is not
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    reason = _stock_reason(site, hidden_states, args, kwargs)
+    call: LayerCall | str
+    if reason is None:
+        call = reader_of(self, FAMILIES[site.model_type]).read(hidden_states, kwargs, site.level, self.training)
+    else:
+        call = reason
+    if isinstance(call, str):
+        site.ran_stock(call)
+        return _stock_forward(self, site, hidden_states, args, kwargs)
+    site.ran_fast()
+    cos, sin = kwargs["position_embeddings"]
+    return apply_layer(hidden_states, cos, sin, call)
+
+
+fast_forward.__name__ = "forward"  # pickle finds a bound method by its name
+
+
+def _stock_forward(
+    layer: nn.Module, site: registry.Site, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The class's own forward, checkpointed where the plan says recompute (the layer's own flag is off)."""
+    stock = partial(type(layer).forward, layer, **kwargs)
+    no_cache = all(kwargs.get(name) is None for name in CACHE_NAMES)
+    if site.level == "recompute" and layer.training and torch.is_grad_enabled() and no_cache:
+        checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            return checkpoint(stock, hidden_states, *args)
+    return stock(hidden_states, *args)
+
+
+def bind(layer: nn.Module) -> str | None:
+    """Bind `fast_forward` to a planned layer, once.
+
+    Returns:
+        None, or why the layer keeps the forward it has.
+    """
+    bound = layer.__dict__.get("forward")
+    function = getattr(bound, "__func__", None)
+    if function is fast_forward:
+        if bound.__self__ is not layer:  # type: ignore[union-attr]
+            layer.forward = types.MethodType(fast_forward, layer)
+        return None
+    if bound is not None and function is not type(layer).forward:
+        return "the layer has its own forward (another library's)"
+    layer.forward = types.MethodType(fast_forward, layer)  # over a class method bound by unpickling, too
+    return None
+
+
+def unbind(layer: nn.Module) -> None:
+    """Take `fast_forward` off the instance, if it is there."""
+    if getattr(layer.__dict__.get("forward"), "__func__", None) is fast_forward:
+        del layer.__dict__["forward"]

@@ -1,0 +1,167 @@
+"""Reading a projection as it stands: base weight, bias, and the one active adapter, or the reason why it must run stock.
+
+PEFT's state changes between calls (adapters switched, merged, disabled, deleted; weights replaced by `.to`, FSDP or
+DeepSpeed), so nothing that can change is remembered. What is remembered, per module and only while every object is still
+the same, is the way to it: walking `nn.Module.__getattr__` for 224 projections costs 6 ms a forward, the dictionaries 0.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastft.autograd.projection import Projection
+from fastft.patching import bitsandbytes
+
+_LORA_CLASSES = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"}
+
+
+def hooked(attributes: dict[str, Any]) -> bool:
+    """Whether a module (by its `__dict__`) has a hook or an instance forward: calling it is not just its class forward."""
+    return bool(
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+    )
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+class ProjectionReader:
+    """Reads one named child of a module (`self_attn.q_proj`) into a `Projection`, at every call.
+
+    Args:
+        parent: the module that owns the projection.
+        name: the child's name.
+    """
+
+    __slots__ = ("_base", "_base_attributes", "_lora", "_module", "_quantized", "_siblings", "_static_reason", "name")
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        self.name = name
+        self._siblings: dict[str, Any] = parent._modules
+        self._module: nn.Module | None = None
+        self._static_reason: str | None = None
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Find the way to base and adapter dictionaries anew."""
+        module = self._siblings.get(self.name)
+        self._module, self._static_reason, self._lora, self._quantized = module, None, None, None
+        base: Any = module
+        if module is not None and _class_name(module) in _LORA_CLASSES:
+            self._lora = module.__dict__
+            base = module._modules["base_layer"]
+        self._base, self._base_attributes = base, {} if base is None else base.__dict__
+        if base is None:
+            self._static_reason = f"{self.name} is missing"
+        elif type(base) is not nn.Linear and not bitsandbytes.is_linear4bit(base):
+            kind = _class_name(module if self._lora is None else base)  # type: ignore[arg-type]
+            self._static_reason = f"{self.name} is {kind}, not a plain or 4-bit linear layer"
+
+    def _stale(self) -> bool:
+        module = self._siblings.get(self.name)
+        return module is not self._module or (
+            self._lora is not None and module._modules.get("base_layer") is not self._base  # type: ignore[union-attr]
+        )
+
+    def read(self, dtype: torch.dtype, autocast: bool) -> Projection | str:
+        """The projection now, or why it must run stock.
+
+        Args:
+            dtype: compute dtype of the products (autocast's if it is on, else the activations').
+            autocast: whether autocast is on: then weights of another dtype are cast, as stock casts them.
+        """
+        if self._stale():
+            self._refresh()
+        if self._static_reason is not None:
+            return self._static_reason
+        lora_a = lora_b = None
+        scale = 1.0
+        if self._lora is not None:
+            if hooked(self._lora):
+                return f"{self.name} has a hook or its own forward"
+            adapter = self._active_adapter()
+            if isinstance(adapter, tuple):
+                lora_a, lora_b, scale = adapter
+            elif adapter is not None:
+                return adapter
+        attributes = self._base_attributes
+        if hooked(attributes) and not bitsandbytes.repairs(self._base):
+            return f"{self.name}'s base layer has a hook or its own forward"
+        parameters = attributes["_parameters"]
+        weight = self._weight(parameters["weight"], dtype, autocast)
+        if isinstance(weight, str):
+            return weight
+        bias = parameters["bias"]
+        if bias is not None and isinstance(weight, Tensor) and bias.dtype != weight.dtype:
+            return f"{self.name}'s bias is {bias.dtype}, its weight {weight.dtype}"
+        return Projection(weight, bias, lora_a, lora_b, scale)
+
+    def _weight(self, weight: Any, dtype: torch.dtype, autocast: bool) -> Any:
+        """The base weight, dense or packed, or a reason."""
+        if type(self._base) is nn.Linear:
+            if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+                return f"{self.name}'s weight is a {type(weight).__name__}"
+            if weight.dtype != dtype and not autocast:
+                return f"{self.name}'s weight is {weight.dtype}, the activations {dtype}"
+            return weight
+        state = weight.quant_state
+        if state is None:
+            return f"{self.name} is not quantized yet"
+        if getattr(state, "packing_format_for_cpu", False):
+            return f"{self.name} was repacked by bitsandbytes for CPU inference before fastft saw it; load the model again"
+        compute = self._base_attributes["compute_dtype"]
+        if compute is not None and compute != dtype and not autocast:
+            return (
+                f"{self.name} computes in {compute} while activations are {dtype}; "
+                f"set bnb_4bit_compute_dtype={dtype} to run it fast"
+            )
+        known = self._quantized
+        pointer = weight.data_ptr()
+        if known is None or known[0] is not state or known[1] != pointer:
+            known = self._quantized = (state, pointer, bitsandbytes.quantized_weight(weight, state))
+        return known[2]
+
+    def _active_adapter(self) -> tuple[Tensor, Tensor, float] | str | None:
+        """(A, B, scaling) of the one active adapter, None where the base runs alone, or a reason for stock."""
+        lora = self._lora
+        assert lora is not None
+        modules = lora["_modules"]
+        if lora["_disable_adapters"]:
+            return f"{self.name} is merged and disabled: PEFT unmerges it" if lora["merged_adapters"] else None
+        if lora["merged_adapters"]:
+            return None
+        a_modules = modules["lora_A"]._modules
+        active = lora["_active_adapter"]
+        names = [n for n in ([active] if isinstance(active, str) else active) if n in a_modules]
+        if not names:
+            return None  # adapters of other names or kinds: the base runs alone, as in PEFT
+        if len(names) > 1:
+            return f"{self.name} has {len(names)} active adapters ({', '.join(names)})"
+        name = names[0]
+        variant = lora["lora_variant"].get(name)
+        if variant is not None:
+            return f"{self.name}'s adapter is a LoRA variant ({type(variant).__name__})"
+        if lora["lora_bias"].get(name):
+            return f"{self.name}'s adapter has a bias (lora_bias)"
+        if lora.get("fan_in_fan_out") or not lora["cast_input_dtype_enabled"]:
+            return f"{self.name} has fan_in_fan_out, or PEFT's input casting switched off"
+        dropout = modules["lora_dropout"]._modules[name]
+        if type(dropout) is not nn.Identity and dropout.training and getattr(dropout, "p", 1.0) > 0:
+            return f"{self.name} has lora_dropout={getattr(dropout, 'p', '?')} in training"
+        a_module, b_module = a_modules[name], modules["lora_B"]._modules[name]
+        if type(a_module) is not nn.Linear or type(b_module) is not nn.Linear:
+            return f"{self.name}'s adapter is a {type(a_module).__name__}"
+        if hooked(a_module.__dict__) or hooked(b_module.__dict__) or hooked(dropout.__dict__):
+            return f"{self.name}'s adapter has a hook or its own forward"
+        lora_a, lora_b = a_module._parameters["weight"], b_module._parameters["weight"]
+        if type(lora_a) is not nn.Parameter or type(lora_b) is not nn.Parameter:
+            return f"{self.name}'s adapter weight is a {type(lora_a).__name__}"
+        return lora_a, lora_b, lora["scaling"][name]

@@ -1,0 +1,187 @@
+"""`patch(model)` plans one loaded model; `unpatch()` takes plans and class patches away again.
+
+Planning writes a `Site` into the modules it found, binds the decoder layers, and registers one pre-hook on the backbone. It is
+idempotent: planning again looks at the model anew (adapters added since, modules exchanged) and keeps levels and counters.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastft.patching import backbone, bitsandbytes, causal_lm, checkpointing, decoder_layer, inert, registry, trl
+from fastft.patching.families import FAMILIES, Family
+
+_warned: set[str] = set()
+
+
+def inner_model(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model is not None and hasattr(model, "peft_config") else model
+
+
+def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None) -> Any:
+    """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object with the same parameters.
+
+    Idempotent. What does not fit runs stock, that piece alone; `fastft.report(model)` lists every site. An architecture
+    without a family declaration is left as it is, with one warning.
+
+    Args:
+        model: a `PreTrainedModel` or a `PeftModel` around one.
+        strict: raise where a part would run stock, now and in any later forward (generation excepted).
+        max_seq_length: longest document the model accepts, in tokens; None sets no limit.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: if `model` is not a transformers model.
+        RuntimeError: with `strict`, naming the first part that would run stock and why.
+    """
+    inner = inner_model(model)
+    if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
+        raise TypeError(
+            f"fastft.patch takes a transformers model or a PEFT model around one, got {type(model).__name__}. "
+            "Load it with FastModel.from_pretrained or AutoModelForCausalLM.from_pretrained first."
+        )
+    model_type = getattr(inner.config, "model_type", None)
+    family = FAMILIES.get(str(model_type))
+    body = getattr(inner, getattr(inner, "base_model_prefix", "") or "", inner)
+    if family is None or type(body).__module__ != family.module:
+        _unknown(str(model_type), strict)
+        return model
+    checkpointing.install()
+    inert.install(family)
+    reason = "loaded with use_kernels=True: hub kernels are in place" if getattr(inner, "_use_kernels", False) else None
+    _plan_modules(body, inner, family, strict, reason)
+    body_site = registry.site_of(body)
+    assert body_site is not None
+    if max_seq_length is not None:
+        body_site.max_seq_length = max_seq_length
+    backbone.install(body)
+    bitsandbytes.repair_on_cpu(inner)
+    checkpointing.take_over(inner)
+    registry.planned_models().add(inner)
+    trl.install()
+    if strict:
+        _raise_if_stock(inner)
+    return model
+
+
+def _unknown(model_type: str, strict: bool) -> None:
+    message = (
+        f"fastft: model_type {model_type!r} has no fast parts yet (known: {', '.join(sorted(FAMILIES))}); the model runs stock."
+    )
+    if strict:
+        raise RuntimeError(message + " strict=True forbids that.")
+    if model_type not in _warned:
+        _warned.add(model_type)
+        warnings.warn(message, stacklevel=3)
+
+
+def _plan_modules(body: nn.Module, inner: nn.Module, family: Family, strict: bool, reason: str | None) -> None:
+    """Write a plan into every module that plays a part."""
+    parts: dict[str, registry.Part] = {"RMSNorm": "norm", "MLP": "mlp", "Attention": "attention", "DecoderLayer": "decoder layer"}
+    known = {family.prefix + suffix: part for suffix, part in parts.items()}
+    prefix = "" if body is inner else f"{getattr(inner, 'base_model_prefix', 'model')}."
+    _write(body, "model", prefix.rstrip("."), family, strict, reason)
+    for name, module in body.named_modules():
+        part = known.get(type(module).__name__)
+        if part is None or type(module).__module__ != family.module:
+            continue
+        what = f"{type(module).__name__}.forward"
+        site = _write(module, part, prefix + name, family, strict, reason or registry.skipped().get(what))
+        if part == "decoder layer":
+            site.reason = site.reason or decoder_layer.bind(module)
+    if inner is not body and type(inner).__name__ == f"{family.prefix}ForCausalLM":
+        what = f"{type(inner).__name__}.forward"
+        _write(inner, "loss", "lm_head + loss", family, strict, reason or registry.skipped().get(what))
+        head = inner.get_output_embeddings()  # type: ignore[operator]
+        if reason is None and head is not None:
+            registry.planned_heads().add(head)
+
+
+def _write(
+    module: nn.Module, part: registry.Part, path: str, family: Family, strict: bool, reason: str | None
+) -> registry.Site:
+    site = registry.site_of(module)
+    if site is None:
+        site = registry.Site(part, path, family.model_type)
+        module.__dict__[registry.PLAN] = site
+    site.path, site.strict, site.reason = path, strict, reason
+    return site
+
+
+def static_reason(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """Why a planned module would run stock in training as it stands now, without running it; None means fast."""
+    site = registry.site_of(module)
+    if site is None or site.reason is not None:
+        return None if site is None else site.reason
+    if site.part == "decoder layer":
+        reader = decoder_layer.reader_of(module, FAMILIES[site.model_type])
+        projections = reader.projections(dtype, autocast=True)
+        return reader.structural_reason() or (projections if isinstance(projections, str) else None)
+    if site.part == "loss":
+        return causal_lm.head_reason(module.get_output_embeddings())  # type: ignore[operator]
+    return None
+
+
+def _raise_if_stock(inner: nn.Module) -> None:
+    dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+    for module in inner.modules():
+        reason = static_reason(module, dtype)
+        if reason is not None:
+            site = registry.site_of(module)
+            raise RuntimeError(f"fastft: strict=True, but {site.path} ({site.part}) would run stock: {reason}.")  # type: ignore[union-attr]
+
+
+def unplan(model: nn.Module) -> None:
+    """Take every plan off one model: it runs stock again, checkpointing as asked."""
+    inner = inner_model(model)
+    checkpointing.give_back(inner)
+    bitsandbytes.undo_repairs(inner)
+    for module in inner.modules():
+        if registry.site_of(module) is None:
+            continue
+        decoder_layer.unbind(module)
+        backbone.uninstall(module)
+        del module.__dict__[registry.PLAN]
+    registry.planned_models().discard(inner)
+    get_head = getattr(inner, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    if head is not None:
+        registry.planned_heads().discard(head)
+
+
+def unpatch(model: Any = None) -> None:
+    """Undo: of one model its plan, or, without an argument, of every live planned model, the class patches and the TRL hook.
+
+    Class methods are restored by identity: a method that somebody else has replaced since is left alone. `patch` (and
+    `FastModel`) install them again when next used.
+
+    Args:
+        model: a planned model, or None for everything.
+    """
+    if model is not None:
+        unplan(model)
+        return
+    for planned in list(registry.planned_models()):
+        unplan(planned)
+    trl.uninstall()
+    registry.restore_classes()
+
+
+def patched() -> list[str]:
+    """What is exchanged in this process now, one line each: class methods, the TRL hook, live planned models."""
+    lines = [f"{p.owner.__module__}.{p.owner.__qualname__}.{p.name}" for p in registry.class_patches()]
+    head = getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
+    if head is trl.LogProbFunction:
+        lines.append("trl.trainer.utils._ChunkedLogProbFunction")
+    lines += [f"{type(m).__qualname__} instance at {id(m):#x}" for m in registry.planned_models()]
+    return lines
+

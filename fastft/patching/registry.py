@@ -1,0 +1,179 @@
+"""What was exchanged, where, and why not: class patches by identity, plans per module, and the report.
+
+A *class patch* is a method swapped on a transformers class for a version that calls the saved original unless the instance
+carries a plan. It is recorded here so that `unpatch()` restores the very object that was there, and leaves alone a method
+that somebody else has replaced since.
+
+A *plan* is a `Site` in a module's `__dict__["_fastft"]`: pure data, so it survives deepcopy, pickle and PEFT surgery and
+never appears in a state dict. It also counts what ran, because a report that says fast while stock runs is a defect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+PLAN = "_fastft"
+Part = Literal["model", "decoder layer", "norm", "attention", "mlp", "loss"]
+
+
+@dataclass(slots=True)
+class Site:
+    """One exchanged part of one model.
+
+    Args:
+        part: what it is.
+        path: its name in the model, as `named_modules` gives it.
+        model_type: family key of `families.FAMILIES`.
+        level: what a decoder layer keeps for its backward: "keep" or "recompute".
+        reason: why it can never run fast (known when planned), or None.
+        strict: raise where the part would run stock.
+        fast_runs: forwards that ran fast.
+        stock_runs: forwards that ran stock.
+        last_reason: why the last stock forward ran stock.
+        max_seq_length: longest document allowed (on the backbone's site), or None.
+        pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
+        empty_batches: batches without a counted label (on the loss's site).
+    """
+
+    part: Part
+    path: str
+    model_type: str
+    level: str = "keep"
+    reason: str | None = None
+    strict: bool = False
+    fast_runs: int = 0
+    stock_runs: int = 0
+    last_reason: str | None = None
+    max_seq_length: int | None = None
+    pad_checks: int = 4
+    empty_batches: int = 0
+
+    def ran_fast(self) -> None:
+        """Count a fast forward."""
+        self.fast_runs += 1
+
+    def ran_stock(self, reason: str) -> None:
+        """Count a stock forward, unless `stock_only` asked for it; raises in strict mode, except in generation.
+
+        Raises:
+            RuntimeError: with `strict=True`.
+        """
+        if reason == DISABLED:
+            return
+        self.stock_runs += 1
+        self.last_reason = reason
+        if self.strict and reason != GENERATING:
+            raise RuntimeError(
+                f"fastft: {self.path} ({self.part}) would run stock: {reason}. strict=True forbids that; change what the "
+                "reason names, or patch with strict=False and read fastft.report(model)."
+            )
+
+
+GENERATING = "key/value cache in use (generation)"
+DISABLED = "fastft.stock_only()"
+
+
+@dataclass(slots=True)
+class ClassPatch:
+    """A method swapped on a class."""
+
+    owner: type
+    name: str
+    original: Any
+    replacement: Any
+
+
+@dataclass(slots=True)
+class _State:
+    class_patches: dict[tuple[type, str], ClassPatch] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # "LlamaMLP.forward" -> why it was not exchanged
+    heads: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    stock_only: int = 0
+
+
+_state = _State()
+
+
+def site_of(module: nn.Module) -> Site | None:
+    """The plan a module carries, or None."""
+    return module.__dict__.get(PLAN)
+
+
+def swap_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Swap `owner.name` for `make(original)`, once; remembered for `restore_classes`."""
+    key = (owner, name)
+    known = _state.class_patches.get(key)
+    if known is not None and owner.__dict__.get(name) is known.replacement:
+        return
+    original = owner.__dict__[name]
+    replacement = make(original)
+    setattr(owner, name, replacement)
+    _state.class_patches[key] = ClassPatch(owner, name, original, replacement)
+
+
+def is_ours(owner: type, name: str) -> bool:
+    """Whether `owner.name` is, at this moment, the replacement installed here."""
+    known = _state.class_patches.get((owner, name))
+    return known is not None and owner.__dict__.get(name) is known.replacement
+
+
+def original_of(owner: type, name: str) -> Any:
+    """The method that was on the class before, whether or not it is exchanged now."""
+    known = _state.class_patches.get((owner, name))
+    return owner.__dict__[name] if known is None else known.original
+
+
+def restore_classes() -> None:
+    """Put every swapped method back, except where somebody else has replaced ours since."""
+    for patch in _state.class_patches.values():
+        if patch.owner.__dict__.get(patch.name) is patch.replacement:
+            setattr(patch.owner, patch.name, patch.original)
+    _state.class_patches.clear()
+    _state.skipped.clear()
+
+
+def skip(what: str, reason: str) -> None:
+    """Remember that a class patch was not installed, and why."""
+    _state.skipped[what] = reason
+
+
+def skipped() -> dict[str, str]:
+    """Class patches that were not installed: what -> why."""
+    return dict(_state.skipped)
+
+
+def class_patches() -> list[ClassPatch]:
+    """The class patches in force."""
+    return [p for p in _state.class_patches.values() if p.owner.__dict__.get(p.name) is p.replacement]
+
+
+def planned_heads() -> weakref.WeakSet[nn.Module]:
+    """Output-embedding modules of live planned models: whose weight TRL's hook answers for."""
+    return _state.heads
+
+
+def planned_models() -> weakref.WeakSet[nn.Module]:
+    """Live planned models (the outermost transformers model, not its PEFT wrapper)."""
+    return _state.models
+
+
+@contextlib.contextmanager
+def stock_only() -> Iterator[None]:
+    """Run every planned model stock inside this context (the other half of `fastft.verify`)."""
+    _state.stock_only += 1
+    try:
+        yield
+    finally:
+        _state.stock_only -= 1
+
+
+def runs_stock_only() -> bool:
+    """Whether `stock_only` is in force."""
+    return _state.stock_only > 0

@@ -1,0 +1,137 @@
+"""`fastft.report(model)`: one table of what runs fast, what runs stock and why, and how often each really ran."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastft.patching import registry
+from fastft.patching.plan import inner_model, static_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One site, or several that are alike.
+
+    Args:
+        site: path in the model; `*` stands for layer numbers.
+        count: how many sites the row stands for.
+        runs: "fast", "stock", or "—" for a part that its decoder layer runs.
+        reason: why stock, or how it runs.
+        fast_runs: forwards that ran fast, over all of them.
+        stock_runs: forwards that ran stock.
+    """
+
+    site: str
+    count: int
+    runs: str
+    reason: str
+    fast_runs: int
+    stock_runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The table; `print(report)` draws it, `report.rows` is for programs."""
+
+    title: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left")
+        for name in ("site", "n", "runs", "why / how"):
+            table.add_column(name, overflow="fold")
+        for name in ("ran fast", "ran stock"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(row.site, str(row.count), row.runs, row.reason, str(row.fast_runs), str(row.stock_runs))
+        buffer = io.StringIO()
+        Console(file=buffer, width=118, color_system=None).print(table)
+        return buffer.getvalue() + "".join(f"note: {note}\n" for note in self.notes)
+
+    __repr__ = __str__
+
+
+def report(model: Any) -> Report:
+    """What fastft does to `model`.
+
+    Args:
+        model: a transformers or PEFT model, planned or not.
+
+    Returns:
+        A `Report`. Decoder layers that are alike share a row. Counts are forwards since the model was planned: a layer at
+        level *recompute* counts one a step, because its recomputation happens inside its own backward.
+    """
+    inner = inner_model(model)
+    found: list[tuple[registry.Site, nn.Module]] = []
+    for module in inner.modules():
+        site = registry.site_of(module)
+        if site is not None:
+            found.append((site, module))
+    title = f"fastft report: {type(inner).__name__}"
+    if not found:
+        return Report(title, (), ("this model is not planned: fastft.patch(model) plans it",))
+    dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+    layers_fast = all(static_reason(m, dtype) is None for s, m in found if s.part == "decoder layer")
+    groups: dict[tuple[str, ...], list[registry.Site]] = {}
+    for site, module in found:
+        if site.part == "model":
+            continue
+        runs, reason = _verdict(site, module, dtype, layers_fast)
+        groups.setdefault((_pattern(site.path), runs, reason), []).append(site)
+    rows = tuple(
+        Row(_span(key[0], sites), len(sites), key[1], key[2], sum(s.fast_runs for s in sites), sum(s.stock_runs for s in sites))
+        for key, sites in groups.items()
+    )
+    return Report(title, rows, _notes(found))
+
+
+def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_fast: bool) -> tuple[str, str]:
+    reason = static_reason(module, dtype)
+    inside_layer = ".layers." in f".{site.path}" and site.part != "decoder layer"
+    if reason is None and site.stock_runs and site.last_reason != registry.GENERATING and not site.fast_runs:
+        reason = site.last_reason
+    if reason is not None:
+        return "stock", reason
+    if inside_layer and layers_fast and not site.fast_runs:
+        return "—", "inside its decoder layer's node"
+    how = {"decoder layer": f"one autograd node, level {site.level}", "loss": "linear cross-entropy, no logits"}
+    note = how.get(site.part, "one kernel each way" if site.part == "norm" else "hand-derived backward")
+    if site.stock_runs and site.last_reason is not None:
+        note += f"; last stock: {site.last_reason}"
+    return "fast", note
+
+
+def _pattern(path: str) -> str:
+    return ".".join("*" if piece.isdigit() else piece for piece in path.split("."))
+
+
+def _span(pattern: str, sites: list[registry.Site]) -> str:
+    if "*" not in pattern:
+        return pattern
+    numbers = sorted(int(p) for s in sites for p in s.path.split(".") if p.isdigit())
+    first, last = numbers[0], numbers[-1]
+    contiguous = len(numbers) == last - first + 1
+    label = f"[{first}]" if first == last else f"[{first}–{last}]" if contiguous else str(numbers)
+    return pattern.replace("*", label, 1)
+
+
+def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
+    notes = [f"{what}: {why}" for what, why in registry.skipped().items()]
+    empty = sum(site.empty_batches for site, _ in found)
+    if empty:
+        notes.append(f"{empty} batches had no supervised token and added 0 to the loss")
+    from fastft.patching import bitsandbytes
+
+    repaired = sum(bitsandbytes.repairs(module) for site, top in found if site.part == "loss" for module in top.modules())
+    if repaired:
+        notes.append(f"{repaired} 4-bit layers run on fastft's dequantization: bitsandbytes' CPU kernel is wrong for their width")
+    return tuple(notes)

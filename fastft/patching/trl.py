@@ -1,0 +1,128 @@
+"""TRL's fused head, with our loss behind it.
+
+TRL ≥ 1.15 never calls a model's own loss: its patched forward runs the backbone and hands hidden states and the head's weight
+to `trl.trainer.utils._ChunkedLogProbFunction.apply`. That name is the one thing exchanged here. What takes its place acts only
+when the weight it is given *is* the output-embedding weight of a live planned model, looked up at call time; every other call
+goes to TRL's own class. So models that fastft never touched train as without it, in the same process.
+
+fastft never imports trl: `install` acts when the module is already in `sys.modules`, and planned models call it from their
+forward, so trl may be imported first, last or never.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from fastft.patching import registry
+
+__all__ = ["LogProbFunction", "install", "installed", "uninstall"]
+
+_MODULE = "trl.trainer.utils"
+_NAME = "_ChunkedLogProbFunction"
+_ARGUMENTS = (
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+)
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class LogProbFunction:
+    """Stands where `trl.trainer.utils._ChunkedLogProbFunction` stood; `original` is what stood there."""
+
+    original: Any = None
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # [rows, hidden]
+        weight: Tensor,  # [vocabulary, hidden]
+        bias: Tensor | None,
+        targets: Tensor,  # [rows]
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = _OUTPUTS[1:],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probabilities and statistics, by our operator for a planned model's head, by TRL's for any other.
+
+        Grad mode is read inside `linear_log_probs`, before its Function's forward turns it off. `chunk_size` is TRL's tile
+        width; ours chooses its own chunks.
+        """
+        if _is_planned_head(weight):
+            return linear_log_probs(
+                hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, tuple(outputs)
+            )
+        return LogProbFunction.original.apply(
+            hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+        )
+
+
+def install() -> str | None:
+    """Puts `LogProbFunction` in place; safe to call any number of times.
+
+    Returns:
+        None when it is in place, else why it is not: trl is not imported, or its fused head is not the one we know. Loss
+        then stays TRL's own.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return "trl is not imported"
+    current = getattr(module, _NAME, None)
+    if current is LogProbFunction:
+        return None
+    reason = _mismatch(module, current)
+    if reason is not None:
+        return f"{reason}; the loss stays TRL's own"
+    LogProbFunction.original = current
+    setattr(module, _NAME, LogProbFunction)
+    return None
+
+
+def uninstall() -> bool:
+    """Puts TRL's class back, if what stands there is ours. Returns whether it did."""
+    module = sys.modules.get(_MODULE)
+    if module is None or getattr(module, _NAME, None) is not LogProbFunction:
+        return False
+    setattr(module, _NAME, LogProbFunction.original)
+    return True
+
+
+def _is_planned_head(weight: Tensor) -> bool:
+    # Under DeepSpeed ZeRO-3 a weight is whole only inside TRL's gathering context: its backward gathers again, ours cannot.
+    if hasattr(weight, "ds_id"):
+        return False
+    return any(getattr(head, "weight", None) is weight for head in registry.planned_heads())
+
+
+def _mismatch(module: Any, function: Any) -> str | None:
+    """How TRL's function differs from the nine arguments and five outputs we stand in for; None if it does not."""
+    version = getattr(sys.modules.get("trl"), "__version__", "of unknown version")
+    if function is None:
+        return f"trl {version} has no usable {_MODULE}.{_NAME} (it needs trl >= 1.15, and Triton on trl 1.15)"
+    try:
+        parameters = inspect.signature(function.forward).parameters
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"{_MODULE}.{_NAME} of trl {version} has no readable forward ({error})"
+    arguments = tuple(parameters)[1:]  # less ctx
+    if arguments != _ARGUMENTS:
+        return f"{_MODULE}.{_NAME}.forward of trl {version} takes {arguments}, not {_ARGUMENTS}"
+    optional = parameters["outputs"].default
+    if not isinstance(optional, tuple) or set(optional) != set(_OUTPUTS[1:]):
+        return f"{_MODULE}.{_NAME} of trl {version} can give {optional}, not {_OUTPUTS[1:]}"
+    output_type = getattr(module, "FusedCausalLMOutput", None)
+    fields = {field.name for field in dataclasses.fields(output_type)} if dataclasses.is_dataclass(output_type) else set()
+    if not fields.issuperset(_OUTPUTS):
+        return f"{_MODULE}.FusedCausalLMOutput of trl {version} has not the fields {_OUTPUTS}"
+    return None

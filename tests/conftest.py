@@ -1,0 +1,80 @@
+"""Environment, seeds and fixtures shared by every test; the builders themselves are in tests/support.py."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+# Before torch is imported anywhere: one thread a process, no hub, no tokenizer threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests import support
+
+GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/gpu is a `gpu` test, and `gpu` tests are skipped where there is no CUDA device."""
+    no_cuda = pytest.mark.skip(reason="needs a CUDA device")
+    has_cuda = torch.cuda.is_available()
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if not has_cuda and item.get_closest_marker("gpu"):
+            item.add_marker(no_cuda)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=support.FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Runs the test once for each supported family."""
+    return request.param
+
+
+@pytest.fixture
+def tiny_llama() -> Any:
+    return support.build_model("llama")
+
+
+@pytest.fixture
+def tiny_model(family: str) -> Any:
+    """A tiny model of each family in turn."""
+    return support.build_model(family)
+
+
+@pytest.fixture
+def tiny_lora(tiny_llama: Any) -> Any:
+    """The tiny Llama with random adapters on all seven projections."""
+    return support.add_lora(tiny_llama)
+
+
+@pytest.fixture
+def tiny_qlora(tiny_llama: Any, tmp_path: pathlib.Path) -> Any:
+    """The tiny Llama in nested NF4 with random adapters on all seven projections."""
+    return support.add_lora(support.load_4bit(tiny_llama, tmp_path / "base"))
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    return support.random_batch()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return support.build_tokenizer()
