@@ -1,7 +1,7 @@
 """fastft: Hugging Face fine-tuning, faster and smaller, without changing how anyone writes it.
 
-Importing installs inert patches (a method acts only on instances that carry a plan), prints nothing, and loads neither trl,
-peft, bitsandbytes nor Triton.
+Importing installs inert patches (a method acts only on instances that carry a plan), prints nothing, and loads
+neither trl, peft, bitsandbytes nor Triton.
 """
 
 from __future__ import annotations

@@ -7,20 +7,23 @@
     y = lora_linear(x, weight, ...)
     w = dequantize(weight)
 
-On CUDA they run as Triton kernels, elsewhere (and in float64) as their plain-torch twins. No function writes to a tensor
-it was given, nor to a gradient handed to its backward. A backward through a backward raises.
+On CUDA they run as Triton kernels, elsewhere (and in float64) as their plain-torch twins. No function writes to a
+tensor it was given (but `out`), nor to a gradient handed to its backward. A backward through a backward raises.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fastft.autograd.linear_cross_entropy import linear_cross_entropy
 from fastft.autograd.projection import lora_linear
-from fastft.kernels import nf4, rms_norm as rms_norm_kernels, rope as rope_kernels, swiglu as swiglu_kernels
+from fastft.kernels import nf4
+from fastft.kernels import rms_norm as rms_norm_kernels
+from fastft.kernels import rope as rope_kernels
+from fastft.kernels import swiglu as swiglu_kernels
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.kernels.rms_norm import NormMode
 
@@ -73,9 +76,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(gate, up)
 
 
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding, as transformers' `apply_rotary_pos_emb(q, k, cos, sin)`.
 
     Args:
@@ -126,8 +127,8 @@ def _from_bitsandbytes(weight: torch.Tensor) -> QuantizedWeight:
     state = getattr(weight, "quant_state", None)
     if state is None or getattr(state, "quant_type", None) not in ("nf4", "fp4"):
         raise TypeError(
-            f"dequantize: expected a QuantizedWeight or a quantized bitsandbytes Params4bit, got {type(weight).__name__} "
-            "without a 4-bit quant_state. A Params4bit is quantized when it is first moved to its device."
+            f"dequantize: weight is a {type(weight).__name__} without a 4-bit quant_state; expected a QuantizedWeight "
+            "or a quantized bitsandbytes Params4bit, which is quantized when it is first moved to its device."
         )
     if getattr(state, "packing_format_for_cpu", False):
         raise TypeError(
@@ -188,13 +189,12 @@ class _RoPE(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # attention over q alone leaves k without a gradient
-        return _rotated(q, k, cos, sin, inverse=False)
+        q_rotated, k_rotated = _rotated(q, k, cos, sin, inverse=False)
+        return q_rotated, cast(torch.Tensor, k_rotated)  # None only where k is
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_q = grad_q if ctx.needs_input_grad[0] else None
         grad_k = grad_k if ctx.needs_input_grad[1] else None

@@ -26,7 +26,6 @@ from fastft.loading.dtype import choose_dtype
 from fastft.loading.gguf import dequantized_folder
 from fastft.loading.source import HUB_OPTIONS, Source, adapter_base, has_tokenizer, resolve_source
 from fastft.patching.plan import patch
-from fastft.patching.registry import site_of
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
 
@@ -196,7 +195,7 @@ class FastModel:
                 with seeded(model, random_state):
                     model = get_peft_model(model, config, **wrapping)
         require_trainable(model)
-        patch(model, strict=_planned_strict(model))
+        patch(model)
         if checkpointing:  # after planning, so that the planned layers take it up as their level
             enable_checkpointing(model)
         return model
@@ -212,11 +211,6 @@ def _wants_checkpointing(value: bool | str) -> bool:
         f"use_gradient_checkpointing={value!r} is not known. Give True (the same as 'recompute', 'fastft' or "
         "'unsloth') or False."
     )
-
-
-def _planned_strict(model: torch.nn.Module) -> bool:
-    """Whether `model` was planned with strict=True; planning it again must not forget that."""
-    return any(site.strict for module in model.modules() if (site := site_of(module)) is not None)
 
 
 def _with_adapter(model: Any, adapter: Source) -> Any:

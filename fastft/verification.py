@@ -1,13 +1,14 @@
 """`fastft.verify(model, batch)`: stock against fast on one's own model and batch, loss and every trainable gradient.
 
-The same model runs twice, once inside `stock_only()` and once as planned; with `reference=torch.float64` a dense copy in that
-dtype runs a third time and both are measured against it. The verdict is the library's numbers contract:
+The same model runs twice, once inside `stock_only()` and once as planned; with `reference=torch.float64` a dense copy
+in that dtype runs a third time and both are measured against it. The verdict is the library's numbers contract:
 
     per trainable tensor  ‖g − g_ref‖ / ‖g_ref‖  ≤  max(1.5 × stock's, 2 ulp of the compute dtype)
 
-Without a reference, fast and stock are compared with each other, and each may be off by its own rounding: the tolerance is then a
-fixed relative difference per dtype. A gradient that is zero proves nothing, so it fails: LoRA starts with B = 0, which makes every A gradient zero; such
-B are filled with small random numbers for the comparison and put back. This file is also the parity harness of the tests.
+Without a reference, fast and stock are compared with each other, and each may be off by its own rounding: the
+tolerance is then a fixed relative difference per dtype. A gradient that is zero proves nothing, so it fails: LoRA
+starts with B = 0, which makes every A gradient zero; such B are filled with small random numbers for the comparison
+and put back. This file is also the parity harness of the tests.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastft.patching import bitsandbytes, registry
+from fastft.kernels.rms_norm import rms_norm_torch
+from fastft.patching import bitsandbytes, causal_lm, registry
+from fastft.patching.families import FAMILIES
 from fastft.patching.plan import inner_model, unplan
 
 # Relative difference of two runs that each round in this dtype, measured on tiny and real models and doubled.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,14 @@ class Verification:
         from rich.table import Table
 
         verdict = "PASSED" if self.passed else "FAILED"
-        table = Table(title=f"fastft verify: {verdict} ({str(self.dtype).removeprefix('torch.')})", title_justify="left")
+        table = Table(
+            title=f"fastft verify: {verdict} ({str(self.dtype).removeprefix('torch.')})", title_justify="left"
+        )
         for heading in ("site", "tensors", "worst fast−stock", "worst fast error", "its stock error", "verdict"):
             table.add_column(heading, overflow="fold")
-        table.add_row("loss", "1", f"{self.loss_difference:.2e}", "", "", f"{self.fast_loss:.6f} / {self.stock_loss:.6f}")
+        table.add_row(
+            "loss", "1", f"{self.loss_difference:.2e}", "", "", f"{self.fast_loss:.6f} / {self.stock_loss:.6f}"
+        )
         norms = f"{self.fast_grad_norm:.6f} / {self.stock_grad_norm:.6f}"
         table.add_row("gradient norm", "1", f"{self.grad_norm_difference:.2e}", "", "", norms)
         for site, checks in self._by_site().items():
@@ -170,7 +177,7 @@ def verify(
         if reference is not None:
             dense = dense_copy(model, reference)
             parameters = {n: p for n, p in dense.named_parameters() if n in trainable}
-            precise = _run(dense, batch, parameters, None, seed)
+            precise = _run(dense, batch, parameters, None, seed, loss_of=precise_loss)
     first = next(p for p in model.parameters() if p.is_floating_point())
     return compare(fast, stock, precise, autocast or first.dtype)
 
@@ -185,11 +192,19 @@ def compare(fast: Run, stock: Run, precise: Run | None, dtype: torch.dtype) -> V
         exact = None if precise is None else precise[1].get(name)
         checks.append(_check(name, fast[1].get(name), stock_grad, exact, dtype))
     return Verification(
-        fast[0], stock[0], None if precise is None else precise[0], _norm(fast[1]), _norm(stock[1]), dtype, tuple(checks)
+        fast[0],
+        stock[0],
+        None if precise is None else precise[0],
+        _norm(fast[1]),
+        _norm(stock[1]),
+        dtype,
+        tuple(checks),
     )
 
 
-def _check(name: str, fast: Tensor | None, stock: Tensor | None, exact: Tensor | None, dtype: torch.dtype) -> TensorCheck:
+def _check(
+    name: str, fast: Tensor | None, stock: Tensor | None, exact: Tensor | None, dtype: torch.dtype
+) -> TensorCheck:
     if fast is None or stock is None:
         same = fast is None and stock is None
         why = "no gradient in either run" if same else f"no gradient in the {'fast' if fast is None else 'stock'} run"
@@ -203,7 +218,9 @@ def _check(name: str, fast: Tensor | None, stock: Tensor | None, exact: Tensor |
     fast_error, stock_error = relative_error(fast, exact), relative_error(stock, exact)
     limit = max(1.5 * stock_error, 2 * torch.finfo(dtype).eps)
     passed = fast_error <= limit
-    return TensorCheck(name, difference, fast_error, stock_error, passed, "" if passed else f"error {fast_error:.1e} > {limit:.1e}")
+    return TensorCheck(
+        name, difference, fast_error, stock_error, passed, "" if passed else f"error {fast_error:.1e} > {limit:.1e}"
+    )
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -214,17 +231,43 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def _norm(grads: Mapping[str, Tensor | None]) -> float:
-    return float(torch.stack([g.double().norm().cpu() for g in grads.values() if g is not None]).norm()) if grads else 0.0
+    return (
+        float(torch.stack([g.double().norm().cpu() for g in grads.values() if g is not None]).norm()) if grads else 0.0
+    )
 
 
-def _run(model: Any, batch: Mapping[str, Any], parameters: Mapping[str, Tensor], autocast: Any, seed: int) -> Run:
+def _model_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
+def precise_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """The causal-LM loss in the logits' own dtype: transformers casts them to float32 first, whatever the model is in."""
+    targets = causal_lm.shifted_labels(dict(batch)).reshape(-1)
+    loss_only = ("labels", "shift_labels", "num_items_in_batch")
+    logits = model(**{name: value for name, value in batch.items() if name not in loss_only}).logits
+    logits = logits.reshape(-1, logits.shape[-1])
+    count = batch.get("num_items_in_batch")
+    if count is None:
+        return nn.functional.cross_entropy(logits, targets, ignore_index=causal_lm.IGNORE_INDEX)
+    total = nn.functional.cross_entropy(logits, targets, ignore_index=causal_lm.IGNORE_INDEX, reduction="sum")
+    return total / count
+
+
+def _run(
+    model: Any,
+    batch: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    autocast: Any,
+    seed: int,
+    loss_of: Callable[[Any, Mapping[str, Any]], Tensor] = _model_loss,
+) -> Run:
     """Loss and gradients of one forward and backward, without touching `.grad`."""
     device = next(iter(parameters.values())).device
     cast = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with cast:
-            loss = model(**{"use_cache": False, **batch}).loss
+            loss = loss_of(model, {"use_cache": False, **batch})
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return float(loss), dict(zip(parameters, grads, strict=True))
 
@@ -250,8 +293,16 @@ def _prepared(model: nn.Module, trainable: Mapping[str, nn.Parameter], seed: int
 
 
 def dense_copy(model: Any, dtype: torch.dtype) -> Any:
-    """An unplanned deep copy in `dtype` whose 4-bit layers are dense layers of the dequantized weights."""
+    """An unplanned deep copy in `dtype`: 4-bit layers are dense layers of the dequantized weights.
+
+    Its norms compute in `dtype` too (transformers' own compute in float32, which would tie the reference to stock's rounding).
+    """
     twin = copy.deepcopy(model)
+    for module in twin.modules():
+        site = registry.site_of(module)
+        if site is not None and site.part == "norm":
+            mode = FAMILIES[site.model_type].norm_mode
+            module.forward = lambda x, m=module, mode=mode: rms_norm_torch(x, m.weight, m.variance_epsilon, mode=mode)[0]
     unplan(twin)
     for module in list(twin.modules()):
         for name, child in list(module.named_children()):

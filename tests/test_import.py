@@ -124,6 +124,8 @@ ORDERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.trl
+@pytest.mark.timeout(600)  # five processes, one after the other
 def test_import_order_does_not_matter(tmp_path: pathlib.Path) -> None:
     """C36: the same loss, the same gradient norm and the same SFTConfig, in every order and without fastft."""
 

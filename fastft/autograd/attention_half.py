@@ -1,16 +1,16 @@
-"""The attention half of a decoder layer, in two pairs with attention itself between them.
+"""The attention half of a decoder layer: a pair for what comes before attention, and attention itself.
 
 Attention-in:   X̂ = RMSNorm(x);  Q, K, V = projections of X̂;  [Qwen3: Q, K = RMSNorm over head_dim];  Q, K = RoPE(Q, K)
 Attention:      O = softmax(Q Kᵀ / √d + mask) V — transformers' own interface, a callable here
-Attention-out:  the output projection of O (its residual add belongs to the second norm's kernel: decoder_layer.py)
+Attention-out:  the output projection of O, a group of one (its residual add is the second norm's kernel: decoder_layer.py)
 
-RoPE turns Q and K where the projections wrote them, [batch, sequence, heads, head_dim], in one launch: no layout is copied.
-Its backward is the transpose rotation of dQ and dK, in place on buffers that attention's backward has just made.
-Attention-in keeps 1/rms, Q, K, V and X̂ Aᵀ; never X̂, which costs one read and one write to make again.
+RoPE turns Q and K where the projections wrote them, [batch, sequence, heads, head_dim], in one launch: no layout is
+copied. Its backward is the transpose rotation of dQ and dK, in place on buffers that attention's backward has just
+made. Attention-in keeps 1/rms, Q, K, V and X̂ Aᵀ; never X̂, which costs one read and one write to make again.
 
-Attention runs under `enable_grad` on detached Q, K, V, so its backward is whatever its forward dispatched to (cuDNN, flash,
-eager …). That small graph lives in `Attended` until the first backward has used it; a second backward (retain_graph=True)
-builds it again from Q, K, V.
+Attention runs under `enable_grad` on detached Q, K, V, so its backward is whatever its forward dispatched to (cuDNN,
+flash, eager …). That small graph lives in `Attended` until the first backward has used it; a second backward
+(retain_graph=True) builds it again from Q, K, V.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastft.autograd import projection
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.projection import LEAVES, Projection
+from fastft.autograd.projection import Operands, Projection
 from fastft.kernels.rms_norm import NormMode, rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 
@@ -57,8 +57,7 @@ class SavedIn(NamedTuple):
     query: Tensor  # [batch, sequence, heads, head_dim], rotated
     key: Tensor
     value: Tensor
-    low_rank: Tensor | None
-    stacked_a: Tensor | None
+    low_rank: Tensor | None  # X̂ Aᵀ
     query_raw: Tensor | None  # before the head norm, where there is one
     key_raw: Tensor | None
     query_inverse_rms: Tensor | None
@@ -77,41 +76,49 @@ def forward_in(
     x: Tensor,
     norm: Norm,
     qkv: Sequence[Projection],
+    adapters: Operands,
     head_norms: tuple[Norm, Norm] | None,
     heads: Heads,
     cos: Tensor,
     sin: Tensor,
     compute_dtype: torch.dtype,
     keep_weights: list[Tensor] | None = None,
-) -> SavedIn:
+) -> tuple[SavedIn, Tensor]:
     """Norm, Q/K/V and rotation.
 
     Args:
         x: the residual stream `[batch, sequence, hidden]`.
         norm: the input norm.
         qkv: the three projections.
+        adapters: their operands.
         head_norms: norms of Q and K over head_dim (Qwen3), or None.
         heads: head counts and width.
         cos: `[1 or batch, sequence, rotary_dim]`.
         sin: as `cos`.
         compute_dtype: dtype of the matrix products.
         keep_weights: see `projection.forward`.
+
+    Returns:
+        What the backward needs, and X̂ `[tokens, hidden]` in the compute dtype.
     """
     batch, sequence, hidden = x.shape
     normed, inverse_rms, _ = rms_norm(x.view(-1, hidden), norm.weight, norm.epsilon, mode=norm.mode)
-    (query, key, value), saved = projection.forward(normed.to(compute_dtype), qkv, keep_weights)
+    normed = normed.to(compute_dtype)
+    (query, key, value), low_rank = projection.forward(normed, qkv, adapters, keep_weights)
     query = query.view(batch, sequence, heads.query, heads.dim)
     key = key.view(batch, sequence, heads.key_value, heads.dim)
     value = value.view(batch, sequence, heads.key_value, heads.dim)
     raw: tuple[Tensor | None, ...] = (None, None, None, None)
     if head_norms is not None:
         raw_query, raw_key = query, key
-        query, query_inverse_rms, _ = rms_norm(query, head_norms[0].weight, head_norms[0].epsilon, mode=head_norms[0].mode)
+        query, query_inverse_rms, _ = rms_norm(
+            query, head_norms[0].weight, head_norms[0].epsilon, mode=head_norms[0].mode
+        )
         key, key_inverse_rms, _ = rms_norm(key, head_norms[1].weight, head_norms[1].epsilon, mode=head_norms[1].mode)
         query, key = query.to(compute_dtype), key.to(compute_dtype)
         raw = (raw_query, raw_key, query_inverse_rms, key_inverse_rms)
     rope(query, key, cos, sin, out=(query, key))
-    return SavedIn(inverse_rms, query, key, value, *saved, *raw)
+    return SavedIn(inverse_rms, query, key, value, low_rank, *raw), normed
 
 
 def attend(saved: SavedIn, attention: Attention, state: AutocastState, with_graph: bool) -> Attended:
@@ -142,10 +149,12 @@ def backward_in(
     x: Tensor,
     norm: Norm,
     qkv: Sequence[Projection],
+    adapters: Operands,
     head_norms: tuple[Norm, Norm] | None,
     cos: Tensor,
     sin: Tensor,
     saved: SavedIn,
+    normed: Tensor | None,
     residual_grad: Tensor,
     needs_leaves: Sequence[bool],
     needs_norms: tuple[bool, bool, bool],
@@ -159,10 +168,12 @@ def backward_in(
         x: the forward's input.
         norm: the forward's norm.
         qkv: the forward's projections.
+        adapters: their operands.
         head_norms: the forward's head norms.
         cos: as in the forward.
         sin: as in the forward.
         saved: the forward's `SavedIn`.
+        normed: X̂ in the compute dtype from a forward that has just run, or None: it is made again.
         residual_grad: `[tokens, hidden]`, what flows past the half along the residual stream.
         needs_leaves: three times `LEAVES` flags.
         needs_norms: whether the input norm's, the query norm's and the key norm's weight train.
@@ -185,12 +196,12 @@ def backward_in(
             grad_key, saved.key_raw, head_norms[1], saved.key_inverse_rms, needs_norms[2]
         )
     rows = x.view(-1, hidden)
-    normed, _, _ = rms_norm(rows, norm.weight, norm.epsilon, mode=norm.mode)
-    normed = normed.to(dtype)
+    if normed is None:
+        normed = rms_norm(rows, norm.weight, norm.epsilon, mode=norm.mode)[0].to(dtype)
     flat = [g.reshape(rows.shape[0], -1) for g in (grad_query, grad_key, grad_value)]
     needs_normed = needs_x or needs_norms[0]
     grad_normed, leaf_grads = projection.backward(
-        flat, normed, qkv, projection.Saved(saved.low_rank, saved.stacked_a), needs_leaves, needs_normed, weights
+        flat, normed, qkv, adapters, saved.low_rank, needs_leaves, needs_normed, weights
     )
     if grad_normed is None:
         return None, leaf_grads, (None, grad_query_norm, grad_key_norm)
@@ -211,25 +222,3 @@ def _head_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     assert raw is not None and inverse_rms is not None
     return rms_norm_backward(grad, raw, norm.weight, inverse_rms, mode=norm.mode, needs_weight_grad=needs_weight)
-
-
-def forward_out(
-    attended: Tensor, output: Projection, keep_weights: list[Tensor] | None = None
-) -> tuple[Tensor, projection.Saved]:
-    """The output projection of attention `[tokens, heads · head_dim]` -> `[tokens, hidden]`, before its residual add."""
-    (projected,), saved = projection.forward(attended, [output], keep_weights)
-    return projected, saved
-
-
-def backward_out(
-    grad: Tensor,
-    attended: Tensor,
-    output: Projection,
-    saved: projection.Saved,
-    needs_leaves: Sequence[bool],
-    weights: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """dO `[tokens, heads · head_dim]` and the output projection's `LEAVES` gradients."""
-    grad_attended, leaf_grads = projection.backward([grad], attended, [output], saved, needs_leaves, True, weights)
-    assert grad_attended is not None and len(leaf_grads) == LEAVES
-    return grad_attended, leaf_grads

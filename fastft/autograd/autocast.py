@@ -1,8 +1,8 @@
 """Autocast as a value: what it was when the forward ran, suspended around our own arithmetic, restored around attention.
 
-The pairs choose their compute dtype once and cast by hand, so ambient autocast must not cast a second time; transformers'
-attention, on the other hand, was written to run under it. A backward may run in a thread or a context with another
-autocast state than its forward had, so the state travels with the call.
+The pairs choose their compute dtype once and cast by hand, so ambient autocast must not cast a second time;
+transformers' attention, on the other hand, was written to run under it. A backward may run in a thread or a context
+with another autocast state than its forward had, so the state travels with the call.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class AutocastState(NamedTuple):
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype matrix products run in for an input of `dtype`."""
-        return self.dtype if self.enabled else dtype
+        """The dtype matrix products run in for an input of `dtype`; like torch's own, autocast leaves float64 alone."""
+        return self.dtype if self.enabled and dtype != torch.float64 else dtype
 
     def restored(self) -> Any:
-        """Context with this state on again (a no-op where it was off)."""
-        return torch.autocast(self.device_type, self.dtype) if self.enabled else contextlib.nullcontext()
+        """Context with this state on again (a no-op where it was off, or still is on)."""
+        if not self.enabled or AutocastState.current(self.device_type) == self:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, self.dtype)
 
 
 def suspended(device_type: str) -> Any:

@@ -5,28 +5,29 @@ G = (P − Y) dz/dx (kernels/cross_entropy.py), so what leaves the chunk is per-
 
     d loss_i / d h_i = G_i W          d loss / d W = Σ_i w_i G_iᵀ h_i          d loss / d b = Σ_i w_i G_i
 
-where w_i is what autograd sends to row i. Three ways to serve a backward, chosen before `.apply` (inside a Function's forward
-grad mode is always off):
+where w_i is what autograd sends to row i. Three ways to serve a backward, chosen before `.apply` (inside a Function's
+forward grad mode is always off):
 
-* frozen head: keep G W [rows, hidden]; backward scales row i by w_i. Two vocabulary-sized products in all, none repeated,
-  also for per-token losses.
-* trained head, loss summed here: all w_i are one scalar, so the forward also accumulates Gᵀ h in float32 and backward scales:
-  three products in all.
-* trained head with per-token gradients, or any gradient through the entropy: w_i is known only in backward, so the inputs are
-  kept and the logits of each chunk made again: four products in all.
+* frozen head: keep G W [rows, hidden]; backward scales row i by w_i. Two vocabulary-sized products in all, none
+  repeated, also for per-token losses.
+* trained head, loss summed here: all w_i are one scalar, so the forward also accumulates Gᵀ h in float32 and backward
+  scales: three products in all.
+* trained head with per-token gradients, or any gradient through the entropy: w_i is known only in backward, so the
+  inputs are kept and the logits of each chunk made again: four products in all.
 
-Rows whose label is ignored never enter a product. Memory above inputs and gradients: one chunk of logits (a byte budget,
-not a share of tokens × vocabulary) and G W. Rounding: logits to the compute dtype as a Linear rounds them, float32 to G,
-G to the compute dtype, G W to the compute dtype, and once more when scaled.
+Rows whose label is ignored never enter a product. Memory above inputs and gradients: one chunk of logits (a byte
+budget, not a share of tokens × vocabulary) and G W. Rounding: logits to the compute dtype as a Linear rounds them, G in
+float32 and then to the compute dtype, G W to the compute dtype, and once more when scaled.
 
-Where the weight's dtype is not the compute dtype (float32 head under autocast, 16-bit head with float32 hidden) slices of the
-weight are cast as they are used: a copy of a whole head, 1 GiB for a Llama-3 8B in 16 bits, is more than the chunk itself.
+Where the weight's dtype is not the compute dtype (float32 head under autocast, 16-bit head with float32 hidden) slices
+of the weight are cast as they are used: a copy of a whole head, 1 GiB for a Llama-3 8B in 16 bits, is more than the
+chunk itself. It costs a quarter of the operator's time; a head kept in the compute dtype costs nothing.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -44,17 +45,18 @@ from fastft.kernels.cross_entropy import (
     named_rows,
 )
 
-__all__ = ["linear_cross_entropy", "linear_log_probs"]
+__all__ = ["EMPTY_BATCH", "linear_cross_entropy", "linear_log_probs"]
 
-# Bytes of one chunk of logits: on Hopper 2,048 rows of a 128,256-token vocabulary in 16 bits; fewer lose speed, more gain none.
+# Bytes of a chunk of logits: 2,048 rows of a 128,256-token vocabulary in 16 bits; on Hopper fewer rows are slower, more
+# are no faster.
 _CUDA_CHUNK_BYTES = 512 * 2**20
 _CPU_CHUNK_BYTES = 64 * 2**20
 _CAST_SLICE_BYTES = 64 * 2**20  # of a weight that has to be cast
 _UPCAST_COLUMNS = 8192  # vocabulary columns per product where 16-bit operands are widened by hand
 
-_EMPTY_BATCH = (
-    "fastft: a batch had no supervised tokens (all labels are ignore_index); it adds 0 to the loss. Common causes: truncation "
-    "cut off the answers; wrong response markers."
+EMPTY_BATCH = (
+    "fastft: a batch had no supervised tokens (all labels -100); it adds 0 to the loss. Common causes: truncation cut "
+    "off the answers; wrong response markers."
 )
 
 
@@ -121,7 +123,7 @@ class Outputs(NamedTuple):
     log_sum_sq_probs: Tensor | None
     mean_logits: Tensor | None
     is_top1: Tensor | None  # bool
-    count: int  # rows that were not ignored
+    counted: int  # rows that were not ignored
 
 
 class SavedTensors(NamedTuple):
@@ -130,13 +132,12 @@ class SavedTensors(NamedTuple):
     grad_rows: Tensor | None = None  # G W [count, hidden]
     grad_weight: Tensor | None = None  # Gᵀ h [vocabulary, hidden], at least float32
     grad_bias: Tensor | None = None
-    index: Tensor | None = None  # [count] positions of the rows; None: all of them
+    positions: Tensor | None = None  # [count] where the rows were; None: all of them
     hidden: Tensor | None = None  # from here on: for making the logits again
     weight: Tensor | None = None
     bias: Tensor | None = None
     targets: Tensor | None = None
-    log_sum_exp: Tensor | None = None
-    entropy: Tensor | None = None
+    statistics: Tensor | None = None  # [7, count], see kernels.cross_entropy
 
 
 class Saved(NamedTuple):
@@ -183,10 +184,7 @@ def forward(tensors: Tensors, statics: Statics) -> tuple[Outputs, Saved]:
 
     kept = SavedTensors(grad_rows, grad_weight, grad_bias, index)
     if statics.keeps_inputs:
-        row = named_rows(statistics, statics.outputs)
-        kept = kept._replace(
-            hidden=hidden, weight=weight, bias=bias, targets=targets, log_sum_exp=row.log_sum_exp, entropy=row.entropy
-        )
+        kept = kept._replace(hidden=hidden, weight=weight, bias=bias, targets=targets, statistics=statistics)
     bias_dtype = None if bias is None else bias.dtype
     saved = Saved(kept, statics, hidden.shape, hidden.dtype, weight.dtype, bias_dtype)
     if index is not None:
@@ -205,11 +203,10 @@ def backward(
         grad_entropy: [tokens]; None for none.
     """
     statics, kept = saved.statics, saved.tensors
-    if grad_log_probs is None and grad_entropy is None:
-        return None, None, None
-    if grad_entropy is not None or (statics.trains_head and not statics.summed):
+    if grad_entropy is not None or (grad_log_probs is not None and statics.trains_head and not statics.summed):
         return _backward_again(saved, grad_log_probs, grad_entropy)
-    assert grad_log_probs is not None
+    if grad_log_probs is None:
+        return None, None, None
     grad_loss = grad_log_probs.neg()  # G is the gradient of the loss
     grad_hidden = _scatter_scaled(kept.grad_rows, grad_loss, saved) if kept.grad_rows is not None else None
     if not statics.summed:
@@ -224,25 +221,25 @@ def _backward_again(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The backward that makes each chunk of logits again."""
     statics, kept = saved.statics, saved.tensors
-    hidden, weight, index = kept.hidden, kept.weight, kept.index
-    assert hidden is not None and weight is not None and kept.targets is not None and kept.log_sum_exp is not None
+    hidden, weight, index = kept.hidden, kept.weight, kept.positions
+    targets, statistics = kept.targets, kept.statistics
+    if hidden is None or weight is None or targets is None or statistics is None:
+        raise RuntimeError("the forward kept no inputs: it was not told that its logits would be needed again")
     if index is not None:
         grad_log_probs = None if grad_log_probs is None else grad_log_probs.index_select(0, index)
         grad_entropy = None if grad_entropy is None else grad_entropy.index_select(0, index)
-    wide = kept.log_sum_exp.dtype
-    count = kept.targets.shape[0]
+    count = targets.shape[0]
     grad_hidden = hidden.new_zeros(saved.hidden_shape) if statics.needs_hidden else None
-    grad_weight, grad_bias = _head_grads(weight, kept.bias, statics, wide)
+    grad_weight, grad_bias = _head_grads(weight, kept.bias, statics, statistics.dtype)
     for start, end, logits in _chunks(count, weight.shape[0], statics.compute_dtype, hidden.device):
         rows = _take(hidden, index, start, end).to(statics.compute_dtype)
         _project(rows, weight, kept.bias, logits)
         part = slice(start, end)
         cross_entropy_backward(
             logits,
-            kept.targets[part],
-            kept.log_sum_exp[part],
+            targets[part],
+            statistics[:, part],
             grad_log_probs=None if grad_log_probs is None else grad_log_probs[part],
-            entropy=None if kept.entropy is None else kept.entropy[part],
             grad_entropy=None if grad_entropy is None else grad_entropy[part],
             **statics.transform(),
         )
@@ -259,7 +256,7 @@ def _backward_again(
 
 
 def _supervised_rows(labels: Tensor, ignore_index: int | None, vocabulary: int) -> tuple[int, Tensor | None]:
-    """How many rows count, and their positions in order (None: all). One host sync, which also carries the range check."""
+    """How many rows count, and their positions in order (None: all). One host sync, with the range check on board."""
     tokens = labels.shape[0]
     if tokens == 0:
         return 0, None
@@ -271,8 +268,8 @@ def _supervised_rows(labels: Tensor, ignore_index: int | None, vocabulary: int) 
         allowed = "" if ignore_index is None else f" or equal ignore_index ({ignore_index})"
         raise ValueError(
             f"label {wrong} is outside the vocabulary: the head's weight has {vocabulary} rows, so a label must lie in "
-            f"[0, {vocabulary - 1}]{allowed}. Check that the tokenizer belongs to the model, resize the embeddings after "
-            "adding tokens, and mask tokens that should not be learned with -100, not with another negative number."
+            f"[0, {vocabulary - 1}]{allowed}. Check that the tokenizer belongs to the model, resize the embeddings "
+            "after adding tokens, and mask tokens that should not be learned with -100, not another negative number."
         )
     if count == tokens:
         return count, None
@@ -280,9 +277,7 @@ def _supervised_rows(labels: Tensor, ignore_index: int | None, vocabulary: int) 
     return count, torch.argsort(valid.to(torch.uint8), descending=True, stable=True)[:count]
 
 
-def _chunks(
-    count: int, vocabulary: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[int, int, Tensor]]:
+def _chunks(count: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
     """(start, end, logits buffer [end − start, vocabulary]) over `count` rows; one buffer serves all chunks."""
     if count == 0:
         return
@@ -378,8 +373,11 @@ def _put(tensor: Tensor, index: Tensor | None, start: int, end: int, rows: Tenso
 
 
 def _scatter_scaled(grad_rows: Tensor, grad_loss: Tensor, saved: Saved) -> Tensor:
-    """[tokens, hidden]: row i of G W times its incoming gradient; 0 where ignored. A block at a time: the product is wide."""
-    index = saved.tensors.index
+    """[tokens, hidden]: row i of G W times its incoming gradient, 0 where ignored.
+
+    A block at a time, because the product of a 16-bit block and float32 gradients is float32 before it is rounded.
+    """
+    index = saved.tensors.positions
     count = grad_rows.shape[0]
     scale = grad_loss.view(1, 1).expand(count, 1) if saved.statics.summed else grad_loss.view(-1, 1)
     if index is None:
@@ -402,14 +400,18 @@ def _scaled(total: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> T
     return torch.mul(total, scale, out=torch.empty(total.shape, dtype=dtype, device=total.device))
 
 
-def _outputs(rows: CrossEntropyRows, summed: bool, count: int) -> Outputs:
+def _outputs(rows: CrossEntropyRows, summed: bool, counted: int) -> Outputs:
+    def copy(row: Tensor | None) -> Tensor | None:  # views of one tensor would share a version counter
+        return None if row is None else row.clone()
+
     log_probs = rows.loss.neg()
     return Outputs(
-        log_probs.sum() if summed else log_probs,
-        # copies: views of one tensor would share a version counter with each other
-        *(None if x is None else x.clone() for x in (rows.entropy, rows.log_sum_sq_probs, rows.mean_logits)),
-        rows.is_top1,
-        count,
+        log_probs=log_probs.sum() if summed else log_probs,
+        entropy=copy(rows.entropy),
+        log_sum_sq_probs=copy(rows.log_sum_sq_probs),
+        mean_logits=copy(rows.mean_logits),
+        is_top1=rows.is_top1,
+        counted=counted,
     )
 
 
@@ -449,7 +451,7 @@ def _run(
     temperature: float,
     label_smoothing: float,
 ) -> Outputs:
-    """Reads grad mode and autocast, decides what the backward will need, and runs the pair. Hidden is [tokens, hidden]."""
+    """Reads grad mode and autocast, decides what the backward will need, and runs the pair on [tokens, hidden]."""
     _check(hidden, weight, bias, labels, softcap, temperature, label_smoothing, outputs)
     grad = torch.is_grad_enabled()
     statics = Statics(
@@ -485,11 +487,12 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
+    on_empty: Callable[[], None] | None = None,
 ) -> Tensor:
     """Cross-entropy of `hidden @ weightᵀ + bias` against `labels`, without building the logits.
 
-    Row i is scored against label i: shift before the call. A batch in which every label is ignored gives 0, joined to the
-    graph with zero gradients, and a warning; torch's cross-entropy gives NaN there.
+    Row i is scored against label i: shift before the call. A batch in which every label is ignored gives 0, joined to
+    the graph with zero gradients, and a warning; torch's cross-entropy gives NaN there.
 
     Args:
         hidden: [..., hidden], any strides; 16-, 32- or 64-bit float.
@@ -497,14 +500,16 @@ def linear_cross_entropy(
         labels: [...] integers, one per row of `hidden`.
         bias: [vocabulary].
         ignore_index: rows with this label count for nothing and cost nothing.
-        reduction: "mean" divides the sum by `num_items_in_batch` if given, else by the rows that count; "sum" and "none"
-            as in torch, "none" with 0 where ignored.
+        reduction: "mean" divides the sum by `num_items_in_batch` if given, else by the rows that count; "sum" and
+            "none" as in torch, "none" with 0 where ignored.
         num_items_in_batch: what "mean" divides by, as Trainer counts it over a whole accumulated batch; a number or a
             one-element tensor of any dtype on any device.
         softcap: logits become softcap · tanh(logits / softcap); None for none.
         logit_scale: the raw logits are multiplied by this first.
         temperature: the (capped) logits are divided by this.
         label_smoothing: ε in [0, 1]: (1 − ε) · loss + ε · mean over the vocabulary of −log p.
+        on_empty: called instead of the warning when every label is ignored (the operator knows the count anyway; asking
+            again would wait for the device).
 
     Returns:
         A scalar, or [...] for "none"; float32 (float64 for float64 inputs). The computation runs in autocast's dtype if
@@ -518,9 +523,9 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(f"num_items_in_batch divides the 'mean' reduction; with reduction={reduction!r} divide the result")
+        raise ValueError(f"num_items_in_batch belongs to reduction='mean'; with {reduction!r}, divide the result")
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} must be hidden's shape {tuple(hidden.shape)} less its last dimension")
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} less its last")
     outputs = _run(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -533,17 +538,21 @@ def linear_cross_entropy(
         temperature=temperature,
         label_smoothing=label_smoothing,
     )
-    if outputs.count == 0:
-        warnings.warn(_EMPTY_BATCH, stacklevel=2)
+    if outputs.counted == 0:
+        if on_empty is None:
+            warnings.warn(EMPTY_BATCH, stacklevel=2)
+        else:
+            on_empty()
         return outputs.log_probs.view(labels.shape) if reduction == "none" else outputs.log_probs
     if reduction == "none":
         return outputs.log_probs.neg().view(labels.shape)
     if reduction == "sum":
         return outputs.log_probs.neg()
-    divisor = outputs.count if num_items_in_batch is None else num_items_in_batch
+    divisor = outputs.counted if num_items_in_batch is None else num_items_in_batch
     if isinstance(divisor, Tensor):
-        divisor = divisor.reshape(())  # a 0-d tensor leaves the loss's dtype alone; one on the CPU is read without a sync
-        divisor = divisor if divisor.device.type == "cpu" else divisor.to(hidden.device)
+        # A 0-d tensor on the CPU is read as a number, without a sync
+        device = divisor.device if divisor.device.type == "cpu" else hidden.device
+        divisor = divisor.reshape(()).to(device=device, dtype=outputs.log_probs.dtype)
     return outputs.log_probs / -divisor
 
 
@@ -565,11 +574,11 @@ def linear_log_probs(
         bias: [vocabulary] or None.
         targets: [rows] integers; every row counts.
         temperature, softcap, logit_scale: as in `linear_cross_entropy`.
-        outputs: which of "entropy", "log_sum_sq_probs", "mean_logits", "is_top1" to compute ("log_probs" is allowed too).
+        outputs: which of "entropy", "log_sum_sq_probs", "mean_logits", "is_top1" to compute; "log_probs" is understood.
 
     Returns:
-        (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [rows]; None where not asked for. The first two
-        are differentiable. `is_top1` is bool, ties going to the lowest index.
+        (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [rows]; None where not asked for. The first
+        two are differentiable. `is_top1` is bool, ties going to the lowest index.
 
     Raises:
         ValueError: a target outside the vocabulary, shapes that do not match, a softcap or temperature ≤ 0.
@@ -600,11 +609,11 @@ def _check(
     outputs: tuple[str, ...],
 ) -> None:
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden must be [rows, hidden] and labels [rows]: got {tuple(hidden.shape)}, {tuple(labels.shape)}")
+        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"hidden must be [rows, hidden] and labels [rows]: got {shapes}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"weight must be [vocabulary, {hidden.shape[1]}] for hidden {tuple(hidden.shape)}: got {tuple(weight.shape)}"
-        )
+        shapes = f"{tuple(weight.shape)} for hidden {tuple(hidden.shape)}"
+        raise ValueError(f"weight must be [vocabulary, {hidden.shape[1]}]: got {shapes}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], one per row of weight: got {tuple(bias.shape)}")
     if labels.is_floating_point() or labels.dtype == torch.bool:

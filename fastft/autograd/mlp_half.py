@@ -1,12 +1,14 @@
 """The gated MLP: Y = (silu(X Wgᵀ) ⊙ X Wuᵀ) Wdᵀ, each product with its adapter.
 
-With G, U the gate and up outputs [tokens, intermediate], P = silu(G) ⊙ U and dP the gradient through the down projection:
+With G, U the gate and up outputs [tokens, intermediate], P = silu(G) ⊙ U and dP the gradient through the down
+projection:
 
     dU = dP ⊙ silu(G)        dG = dP ⊙ U ⊙ σ(G) (1 + G (1 − σ(G)))
 
-The forward keeps G, U and the two X Aᵀ; P is made again in the kernel that makes dG and dU (it reads G and U anyway), because
-keeping it would cost a third [tokens, intermediate]. Gate and up share X, so they are one group: one product with the
-stacked A, and one dA. When the caller says that G and U are its own (recomputation), dG and dU are written over them.
+The forward keeps G, U and the two X Aᵀ; P is made again in the kernel that makes dG and dU (it reads G and U anyway),
+because keeping it would cost a third [tokens, intermediate]. Gate and up share X, so they are one group: one product
+with the stacked A, and one dA. When the caller says that G and U are its own (recomputation), dG and dU are written
+over them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from fastft.autograd import projection
 from fastft.autograd.autocast import AutocastState, suspended
-from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
+from fastft.autograd.projection import (
+    LEAVES,
+    Operands,
+    Projection,
+    flatten_leaves,
+    operands,
+    restore_leaves,
+    to_leaf_dtypes,
+)
 from fastft.kernels.swiglu import swiglu, swiglu_backward
 
 
@@ -30,15 +40,14 @@ class Saved(NamedTuple):
     gate: Tensor  # [tokens, intermediate]
     up: Tensor  # [tokens, intermediate]
     low_rank: Tensor | None  # X [Ag; Au]ᵀ
-    stacked_a: Tensor | None
     down_low_rank: Tensor | None  # P Adᵀ
-    down_stacked_a: Tensor | None
 
 
 def forward(
     x: Tensor,
     gate_up: Sequence[Projection],
     down: Projection,
+    adapters: Sequence[Operands],
     keep_weights: list[Tensor] | None = None,
     skip_down: bool = False,
 ) -> tuple[Tensor | None, Saved]:
@@ -48,18 +57,19 @@ def forward(
         x: `[tokens, hidden]` in the compute dtype (the norm's output).
         gate_up: the gate and the up projection, in this order.
         down: the down projection.
+        adapters: operands of gate and up, and of down.
         keep_weights: see `projection.forward`; gets the gate's and the up projection's dense weights.
         skip_down: leave out the down projection: a recomputation needs everything but the output.
 
     Returns:
         `[tokens, hidden]` (None with `skip_down`), and `Saved`.
     """
-    (gate, up), saved = projection.forward(x, gate_up, keep_weights)
+    (gate, up), low_rank = projection.forward(x, gate_up, adapters[0], keep_weights)
     if skip_down:
-        return None, Saved(gate, up, *saved, None, None)
+        return None, Saved(gate, up, low_rank, None)
     product = swiglu(gate, up)  # [tokens, intermediate]
-    (output,), down_saved = projection.forward(product, [down])
-    return output, Saved(gate, up, *saved, *down_saved)
+    (output,), down_low_rank = projection.forward(product, [down], adapters[1])
+    return output, Saved(gate, up, low_rank, down_low_rank)
 
 
 def backward(
@@ -67,47 +77,45 @@ def backward(
     x: Tensor,
     gate_up: Sequence[Projection],
     down: Projection,
+    adapters: Sequence[Operands],
     saved: Saved,
     needs_leaves: Sequence[bool],
     needs_x: bool = True,
     weights: Sequence[Tensor] | None = None,
     owns_saved: bool = False,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of the MLP's input and of its leaves (gate, up, down; `LEAVES` each).
+    """Gradients of the MLP's input and of its leaves (gate, up, down; `LEAVES` each), in the compute dtype.
 
     Args:
         grad: `[tokens, hidden]` in the compute dtype; read, never written.
         x: the forward's input.
         gate_up: the forward's gate and up projections.
         down: the forward's down projection.
+        adapters: operands of gate and up, and of down.
         saved: the forward's `Saved`.
         needs_leaves: three times `LEAVES` flags.
         needs_x: whether dX is wanted.
         weights: dense gate and up weights kept by a forward that has just run.
         owns_saved: G and U belong to this call alone, so dG and dU may be written over them.
     """
-    gate_up_needs, down_needs = needs_leaves[: 2 * LEAVES], needs_leaves[2 * LEAVES :]
+    stacked_a, (lora_b,) = adapters[1]
     # dP first, alone: the down projection's own leaves need P, which the SwiGLU backward makes from G and U below.
-    grad_low_rank = None
     grad_product = torch.mm(grad, down.dense(x.dtype))  # [tokens, intermediate]
-    if down.lora_b is not None:
-        stacked_a = saved.down_stacked_a if saved.down_stacked_a is not None else down.lora_a.to(x.dtype)  # type: ignore[union-attr]
+    grad_low_rank = None
+    if stacked_a is not None and lora_b is not None:
         grad_low_rank = torch.empty((x.shape[0], down.rank), dtype=x.dtype, device=x.device)
-        grad_low_rank.addmm_(grad, down.lora_b.to(x.dtype), beta=0, alpha=down.scale)
+        grad_low_rank.addmm_(grad, lora_b, beta=0, alpha=down.scale)
         grad_product.addmm_(grad_low_rank, stacked_a)
     own = (grad_product, saved.gate, saved.up) if owns_saved else None
     product, grad_gate, grad_up = swiglu_backward(grad_product, saved.gate, saved.up, out=own)
     del grad_product
-    down_grads = _down_leaf_grads(grad, product, grad_low_rank, down, saved, down_needs)
+    down_low_rank = saved.down_low_rank
+    if down_low_rank is None and stacked_a is not None:
+        down_low_rank = torch.mm(product, stacked_a.t())
+    down_grads = _down_leaf_grads(grad, product, grad_low_rank, down_low_rank, down.scale, needs_leaves[2 * LEAVES :])
     del product
     grad_x, leaf_grads = projection.backward(
-        (grad_gate, grad_up),
-        x,
-        gate_up,
-        projection.Saved(saved.low_rank, saved.stacked_a),
-        gate_up_needs,
-        needs_x,
-        weights,
+        (grad_gate, grad_up), x, gate_up, adapters[0], saved.low_rank, needs_leaves[: 2 * LEAVES], needs_x, weights
     )
     return grad_x, leaf_grads + down_grads
 
@@ -116,27 +124,18 @@ def _down_leaf_grads(
     grad: Tensor,
     product: Tensor,
     grad_low_rank: Tensor | None,
-    down: Projection,
-    saved: Saved,
+    low_rank: Tensor | None,
+    scale: float,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """dW, db, dA, dB of the down projection from dY [tokens, hidden] and P [tokens, intermediate]."""
+    """dW, db, dA, dB of the down projection from dY `[tokens, hidden]` and P `[tokens, intermediate]`."""
     needs_weight, needs_bias, needs_a, needs_b = needs
-    leaf_grads: list[Tensor | None] = [None] * LEAVES
-    if needs_weight:
-        leaf_grads[0] = torch.mm(grad.t(), product).to(down.weight.dtype)
-    if needs_bias and down.bias is not None:
-        leaf_grads[1] = grad.sum(0, dtype=projection._sum_dtype(grad.dtype)).to(down.bias.dtype)
-    if grad_low_rank is not None and down.lora_a is not None and down.lora_b is not None:
-        if needs_a:
-            leaf_grads[2] = torch.mm(grad_low_rank.t(), product).to(down.lora_a.dtype)
-        if needs_b:
-            low_rank = saved.down_low_rank
-            if low_rank is None:
-                low_rank = torch.mm(product, down.lora_a.to(product.dtype).t())
-            grad_b = torch.empty((down.out_features, down.rank), dtype=grad.dtype, device=grad.device)
-            leaf_grads[3] = grad_b.addmm_(grad.t(), low_rank, beta=0, alpha=down.scale).to(down.lora_b.dtype)
-    return leaf_grads
+    return [
+        torch.mm(grad.t(), product) if needs_weight else None,
+        grad.sum(0, dtype=projection.sum_dtype(grad.dtype)) if needs_bias else None,
+        torch.mm(grad_low_rank.t(), product) if needs_a and grad_low_rank is not None else None,
+        projection.grad_of_b(grad, low_rank, scale) if needs_b and low_rank is not None else None,
+    ]
 
 
 class _MLP(torch.autograd.Function):
@@ -144,12 +143,18 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Sequence[Projection], down: Projection, state: AutocastState, x: Tensor, *leaves: Tensor | None
+        ctx: Any,
+        gate_up: Sequence[Projection],
+        down: Projection,
+        state: AutocastState,
+        x: Tensor,
+        *leaves: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.gate_up, ctx.down, ctx.shape, ctx.compute_dtype = gate_up, down, x.shape, state.compute_dtype(x.dtype)
         with suspended(x.device.type):
-            output, saved = forward(rows.to(ctx.compute_dtype), gate_up, down)
+            adapters = operands([gate_up, [down]], ctx.compute_dtype)
+            output, saved = forward(rows.to(ctx.compute_dtype), gate_up, down, adapters)
         ctx.save_for_backward(rows, *saved, *leaves)
         return output.view(x.shape)  # type: ignore[union-attr]
 
@@ -166,10 +171,12 @@ class _MLP(torch.autograd.Function):
                 rows.to(ctx.compute_dtype),
                 (gate, up),
                 down,
+                operands([(gate, up), [down]], ctx.compute_dtype),
                 saved,
                 needs_leaves,
                 needs_x,
             )
+            leaf_grads = to_leaf_dtypes(leaf_grads, leaves)
         if grad_x is not None:
             grad_x = grad_x.to(rows.dtype).view(ctx.shape)
         return None, None, None, grad_x, *leaf_grads

@@ -9,14 +9,17 @@ The backward, with U_i = s_i dY_i B_i  [tokens, rank_i]:
     dB_i = s_i dY_iᵀ (X A_iᵀ)
     dW_i = dY_iᵀ X,  db_i = Σ_tokens dY_i      where the base trains
 
-What it saves is X Aᵀ [tokens, Σ rank], a few per cent of Y; X is the caller's (rebuilt by the caller from x and 1/rms when
-it is a norm's output). A 4-bit W is dequantized once for the forward and once for the backward and never kept, unless
-the caller asks for it (a recomputation and its backward are neighbours in time: `keep_weights`).
+What it saves is X Aᵀ [tokens, Σ rank], a few per cent of Y; X is the caller's (rebuilt by the caller from x and 1/rms
+when it is a norm's output). The adapters themselves are brought into the compute dtype and stacked once for a forward
+and once for a backward (`operands`): one copy kernel for all groups of a layer, where casting each would be fourteen.
+A 4-bit W is dequantized once for the forward and once for the backward and never kept, unless the caller asks for it
+(a recomputation and its backward are neighbours in time: `keep_weights`).
 
 Bytes: beside the base product each adapter reads X once for the whole group (not once per projection) and reads and
 writes Y_i once, inside the product that adds to it. Rounding: Y is rounded once after the base product and once after
-the adapter is added in fp32 inside the GEMM (stock rounds the adapter's own output as well). The scale is GEMM's alpha:
-no rounding, no kernel. Adapters kept in another dtype are cast to the compute dtype; their gradients are cast back.
+the adapter is added in fp32 inside the GEMM (stock rounds the adapter's own output as well). The scale is GEMM's
+alpha: no rounding, no kernel. Adapters kept in another dtype are cast to the compute dtype; their gradients are cast
+back.
 """
 
 from __future__ import annotations
@@ -87,39 +90,69 @@ class Projection:
         return dequantize(self.weight, dtype)
 
 
-class Saved(NamedTuple):
-    """What a group keeps for its backward besides its input."""
+class Operands(NamedTuple):
+    """A group's adapters as the products read them: in the compute dtype, the A matrices one under the other."""
 
-    low_rank: Tensor | None  # X Aᵀ [tokens, Σ rank]
-    stacked_a: Tensor | None  # [Σ rank, in], compute dtype
+    stacked_a: Tensor | None  # [Σ rank, in]; None without adapters
+    lora_b: tuple[Tensor | None, ...]  # [out_i, rank_i]
 
 
-def stack_adapters(group: Sequence[Projection], dtype: torch.dtype) -> Tensor | None:
-    """The group's A matrices, one under the other `[Σ rank, in]`, in `dtype`; None without adapters."""
-    matrices = [p.lora_a.to(dtype) for p in group if p.lora_a is not None]
-    if not matrices:
-        return None
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+def operands(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> list[Operands]:
+    """The operands of several groups, made with one allocation and one copy kernel.
+
+    What already has the dtype, and needs no stacking, is used where it lies.
+    """
+    sources: list[Tensor] = []
+    places: list[tuple[int, int]] = []  # (index of the first source, number of sources) of each group's A
+    for group in groups:
+        matrices = [p.lora_a for p in group if p.lora_a is not None]
+        if len(matrices) > 1 or any(a.dtype != dtype for a in matrices):
+            places.append((len(sources), len(matrices)))
+            sources += matrices
+        else:
+            places.append((-1, len(matrices)))
+    a_count = len(sources)
+    sources += [p.lora_b for group in groups for p in group if p.lora_b is not None and p.lora_b.dtype != dtype]
+    copies: list[Tensor] = []
+    if sources:
+        flat = torch.empty(sum(t.numel() for t in sources), dtype=dtype, device=sources[0].device)
+        pieces = flat.split([t.numel() for t in sources])
+        copies = [piece.view(t.shape) for piece, t in zip(pieces, sources, strict=True)]
+        torch._foreach_copy_(copies, [t.detach() for t in sources])
+    b_copies = iter(copies[a_count:])
+    found = []
+    for group, (first, count) in zip(groups, places, strict=True):
+        stacked = None
+        if first >= 0:
+            width = copies[first].shape[1]
+            start = copies[first].storage_offset()
+            rank = sum(c.shape[0] for c in copies[first : first + count])
+            stacked = flat[start : start + rank * width].view(rank, width)
+        elif count:
+            stacked = next(p.lora_a for p in group if p.lora_a is not None)
+        lora_b = tuple(p.lora_b if p.lora_b is None or p.lora_b.dtype == dtype else next(b_copies) for p in group)
+        found.append(Operands(stacked, lora_b))
+    return found
 
 
 def forward(
-    x: Tensor, group: Sequence[Projection], keep_weights: list[Tensor] | None = None
-) -> tuple[list[Tensor], Saved]:
+    x: Tensor, group: Sequence[Projection], adapters: Operands, keep_weights: list[Tensor] | None = None
+) -> tuple[list[Tensor], Tensor | None]:
     """Y_i for every projection of the group.
 
     Args:
         x: `[tokens, in]` in the compute dtype.
         group: projections that share `x`.
+        adapters: the group's operands.
         keep_weights: a list to which the dense base weights are appended, for a backward that follows at once.
 
     Returns:
-        Y_i `[tokens, out_i]` in the compute dtype, freshly allocated, and what the backward needs.
+        Y_i `[tokens, out_i]` in the compute dtype, freshly allocated; and X Aᵀ `[tokens, Σ rank]` (None without adapters).
     """
     dtype = x.dtype
-    stacked_a = stack_adapters(group, dtype)
-    low_rank = None if stacked_a is None else torch.mm(x, stacked_a.t())  # [tokens, Σ rank]
+    low_rank = None if adapters.stacked_a is None else torch.mm(x, adapters.stacked_a.t())
     outputs, column = [], 0
-    for projection in group:
+    for projection, lora_b in zip(group, adapters.lora_b, strict=True):
         weight = projection.dense(dtype)
         if keep_weights is not None:
             keep_weights.append(weight)
@@ -127,60 +160,56 @@ def forward(
             output = torch.mm(x, weight.t())
         else:
             output = torch.addmm(projection.bias.to(dtype), x, weight.t())
-        if low_rank is not None and projection.lora_b is not None:
-            end = column + projection.rank
-            output.addmm_(low_rank[:, column:end], projection.lora_b.to(dtype).t(), alpha=projection.scale)
+        if low_rank is not None and lora_b is not None:
+            end = column + lora_b.shape[1]
+            output.addmm_(low_rank[:, column:end], lora_b.t(), alpha=projection.scale)
             column = end
         outputs.append(output)
-    return outputs, Saved(low_rank, stacked_a)
+    return outputs, low_rank
 
 
 def backward(
     grads: Sequence[Tensor],
     x: Tensor,
     group: Sequence[Projection],
-    saved: Saved,
+    adapters: Operands,
+    low_rank: Tensor | None,
     needs_leaves: Sequence[bool],
     needs_x: bool = True,
     weights: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of the shared input and of every leaf.
+    """Gradients of the shared input and of every leaf, in the compute dtype (`to_leaf_dtypes` casts the leaves').
 
     Args:
         grads: dY_i `[tokens, out_i]` in the compute dtype; read, never written.
         x: `[tokens, in]`, the forward's input.
         group: the forward's projections.
-        saved: the forward's `Saved`; a `low_rank` of None with adapters present is made again from `x`.
+        adapters: the group's operands.
+        low_rank: X Aᵀ from the forward.
         needs_leaves: `LEAVES` flags per projection: which gradients are wanted.
         needs_x: whether dX is wanted.
         weights: dense base weights kept by a forward that has just run.
 
     Returns:
-        dX `[tokens, in]` or None, freshly allocated, and `LEAVES` gradients per projection in the leaves' dtypes.
+        dX `[tokens, in]` or None, freshly allocated, and `LEAVES` gradients per projection.
     """
-    dtype = x.dtype
-    stacked_a = saved.stacked_a if saved.stacked_a is not None else stack_adapters(group, dtype)
+    dtype, stacked_a = x.dtype, adapters.stacked_a
     leaf_grads: list[Tensor | None] = [None] * (LEAVES * len(group))
-    grad_low_rank = None
-    if stacked_a is not None:
-        low_rank = saved.low_rank if saved.low_rank is not None else torch.mm(x, stacked_a.t())
-        grad_low_rank = torch.empty((x.shape[0], stacked_a.shape[0]), dtype=dtype, device=x.device)
+    grad_low_rank = None if low_rank is None else torch.empty_like(low_rank)
     grad_x: Tensor | None = None
     column = 0
-    for index, (projection, grad) in enumerate(zip(group, grads, strict=True)):
-        needs_weight, needs_bias, needs_a, needs_b = needs_leaves[LEAVES * index : LEAVES * (index + 1)]
-        if projection.lora_b is not None and grad_low_rank is not None:
-            end = column + projection.rank
+    for index, (projection, lora_b, grad) in enumerate(zip(group, adapters.lora_b, grads, strict=True)):
+        needs_weight, needs_bias, _, needs_b = needs_leaves[LEAVES * index : LEAVES * (index + 1)]
+        if lora_b is not None and low_rank is not None and grad_low_rank is not None:
+            end = column + lora_b.shape[1]
             if needs_b:
-                product = torch.empty_like(projection.lora_b, dtype=dtype, memory_format=torch.contiguous_format)
-                product.addmm_(grad.t(), low_rank[:, column:end], beta=0, alpha=projection.scale)
-                leaf_grads[LEAVES * index + 3] = product.to(projection.lora_b.dtype)
-            grad_low_rank[:, column:end].addmm_(grad, projection.lora_b.to(dtype), beta=0, alpha=projection.scale)
+                leaf_grads[LEAVES * index + 3] = grad_of_b(grad, low_rank[:, column:end], projection.scale)
+            grad_low_rank[:, column:end].addmm_(grad, lora_b, beta=0, alpha=projection.scale)
             column = end
         if needs_weight:
-            leaf_grads[LEAVES * index] = torch.mm(grad.t(), x).to(projection.weight.dtype)
-        if needs_bias and projection.bias is not None:
-            leaf_grads[LEAVES * index + 1] = grad.sum(0, dtype=_sum_dtype(dtype)).to(projection.bias.dtype)
+            leaf_grads[LEAVES * index] = torch.mm(grad.t(), x)
+        if needs_bias:
+            leaf_grads[LEAVES * index + 1] = grad.sum(0, dtype=sum_dtype(dtype))
         if needs_x:
             weight = projection.dense(dtype) if weights is None else weights[index]
             grad_x = torch.mm(grad, weight) if grad_x is None else grad_x.addmm_(grad, weight)
@@ -189,6 +218,12 @@ def backward(
             grad_x.addmm_(grad_low_rank, stacked_a)
         _cut_grad_a(torch.mm(grad_low_rank.t(), x), group, needs_leaves, leaf_grads)
     return grad_x, leaf_grads
+
+
+def grad_of_b(grad: Tensor, low_rank: Tensor, scale: float) -> Tensor:
+    """dB = s dYᵀ (X Aᵀ), `[out, rank]`, from dY `[tokens, out]` and X Aᵀ `[tokens, rank]`."""
+    product = torch.empty((grad.shape[1], low_rank.shape[1]), dtype=grad.dtype, device=grad.device)
+    return product.addmm_(grad.t(), low_rank, beta=0, alpha=scale)
 
 
 def _cut_grad_a(
@@ -201,11 +236,24 @@ def _cut_grad_a(
             continue
         end = row + projection.rank
         if needs_leaves[LEAVES * index + 2]:
-            leaf_grads[LEAVES * index + 2] = grad_a[row:end].to(projection.lora_a.dtype)
+            leaf_grads[LEAVES * index + 2] = grad_a[row:end]
         row = end
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def to_leaf_dtypes(grads: Sequence[Tensor | None], leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in their leaves' dtypes; those that differ are cast by one kernel."""
+    result = list(grads)
+    places = [i for i, (g, t) in enumerate(zip(grads, leaves, strict=True)) if g is not None and g.dtype != t.dtype]  # type: ignore[union-attr]
+    if places:
+        targets = [torch.empty_like(leaves[i], memory_format=torch.contiguous_format) for i in places]  # type: ignore[arg-type]
+        torch._foreach_copy_(targets, [grads[i] for i in places])
+        for i, target in zip(places, targets, strict=True):
+            result[i] = target
+    return result
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a sum over tokens is accumulated in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -226,18 +274,18 @@ class _ProjectionGroup(torch.autograd.Function):
     def forward(
         ctx: Any, group: Sequence[Projection], state: AutocastState, x: Tensor, *leaves: Tensor | None
     ) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1])
+        rows, dtype = x.reshape(-1, x.shape[-1]), state.compute_dtype(x.dtype)
         with suspended(x.device.type):
-            outputs, saved = forward(rows.to(state.compute_dtype(x.dtype)), group)
-        ctx.group, ctx.compute_dtype, ctx.shape = group, state.compute_dtype(x.dtype), x.shape
-        ctx.save_for_backward(rows, *saved, *leaves)
+            outputs, low_rank = forward(rows.to(dtype), group, operands([group], dtype)[0])
+        ctx.group, ctx.compute_dtype, ctx.shape = group, dtype, x.shape
+        ctx.save_for_backward(rows, low_rank, *leaves)
         ctx.set_materialize_grads(False)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, low_rank, stacked_a, *leaves = ctx.saved_tensors
+        rows, low_rank, *leaves = ctx.saved_tensors
         group = restore_leaves(ctx.group, leaves)
         x = rows.to(ctx.compute_dtype)
         with suspended(rows.device.type):
@@ -248,7 +296,9 @@ class _ProjectionGroup(torch.autograd.Function):
                 for g, p in zip(grads, group, strict=True)
             ]
             needs_x, needs_leaves = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-            grad_x, leaf_grads = backward(filled, x, group, Saved(low_rank, stacked_a), needs_leaves, needs_x)
+            (adapters,) = operands([group], ctx.compute_dtype)
+            grad_x, leaf_grads = backward(filled, x, group, adapters, low_rank, needs_leaves, needs_x)
+            leaf_grads = to_leaf_dtypes(leaf_grads, leaves)
         if grad_x is not None:
             grad_x = grad_x.to(rows.dtype).view(ctx.shape)
         return None, None, grad_x, *leaf_grads

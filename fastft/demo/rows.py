@@ -47,16 +47,17 @@ class Row:
 
 @dataclass(frozen=True)
 class TaskData:
-    """Training rows, and the held-out sets by name."""
+    """Training rows, the held-out sets by name, and how often training passes over the rows by default."""
 
     train: list[Row]
     held_out: dict[str, list[Row]]
+    passes: int
 
 
 def builtin_data() -> TaskData:
     """The data set that travels with the package."""
     held_out = {name: read_rows(DATA_FOLDER / file) for name, file in HELD_OUT_FILES.items()}
-    return TaskData(read_rows(DATA_FOLDER / TRAINING_FILE), held_out)
+    return TaskData(read_rows(DATA_FOLDER / TRAINING_FILE), held_out, passes=1)
 
 
 def user_data(path: Path, *, seed: int = 3407) -> TaskData:
@@ -71,7 +72,7 @@ def user_data(path: Path, *, seed: int = 3407) -> TaskData:
     count = min(max(len(rows) // 10, 1), MOST_HELD_OUT)
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in chosen]
-    return TaskData(train, {"held-out rows": [rows[index] for index in sorted(chosen)]})
+    return TaskData(train, {"held-out rows": [rows[index] for index in sorted(chosen)]}, passes=3)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -13,77 +13,37 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import logging
 import math
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from fastft.demo.model_source import ModelSource
+from fastft.demo.results import DemoResult, pick_samples, score_sets, show_result
 from fastft.demo.rows import Row, TaskData
-from fastft.demo.scoring import NearestNeighbour, Score, is_right, score
 
 MAX_SEQ_LENGTH = 2048
-ROWS_PER_STEP = 16
-PASSES = 2
+ROWS_PER_STEP = 8
 MOST_DEFAULT_STEPS = 300
 LEARNING_RATE = 1e-3
 RANK = 16
 LORA_ALPHA = 32
 SEED = 3407
-SAMPLES = 3
-LIBRARIES = ("fastft", "torch", "transformers", "trl", "peft", "bitsandbytes")
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes")
 
 
-@dataclass(frozen=True)
-class SetResult:
-    """Scores of one held-out set."""
-
-    before: Score
-    after: Score
-    baseline: Score
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One question of a held-out set with what the model said."""
-
-    question: str
-    before: str
-    after: str
-    expected: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """What a run measured; `metrics.json` is this."""
-
-    model: str
-    device: str
-    dtype: str
-    steps: int
-    rows_per_step: int
-    training_rows: int
-    trainable_parameters: int
-    losses: list[tuple[int, float]]
-    held_out_loss: tuple[float, float]
-    sets: dict[str, SetResult]
-    samples: list[Sample]
-    tokens: int
-    tokens_per_second: float
-    peak_memory: int | None
-    peak_memory_kind: str
-    seconds: dict[str, float]
-    versions: dict[str, str]
+class DemoError(Exception):
+    """Something a person can mend: a model that is not there or cannot be used, a folder that cannot be written."""
 
 
 def run_demo(source: ModelSource, data: TaskData, *, steps: int | None, output: Path, console: Console) -> DemoResult:
@@ -92,27 +52,29 @@ def run_demo(source: ModelSource, data: TaskData, *, steps: int | None, output: 
     Args:
         source: the model to load.
         data: rows to train on and held-out sets, already checked.
-        steps: optimizer steps of 16 rows; None: two passes over the rows, at most 300 steps.
+        steps: optimizer steps of 8 rows; None: `data.passes` passes over the rows, at most 300 steps.
         output: folder for the files; an adapter in it is overwritten.
         console: where everything is shown.
+
+    Raises:
+        DemoError: the model cannot be loaded or does not fit the rows, or `output` cannot be made; its cause is kept.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"cannot make the output folder {output}: {error.strerror}") from error
     clock = _Clock()
     with console.status("Importing torch, transformers, peft and trl"), clock("import"):
         import torch
-        import trl  # noqa: F401  (its import is the slow one, and belongs to this line of the timings)
+        from trl import SFTTrainer  # noqa: F401  (a slow import, which belongs to this line of the timings)
 
         import fastft
         from fastft.demo.answering import answer_length
 
     with _quiet_libraries():
-        console.print(f"Loading [bold]{source.description}[/] in 4 bits")
+        console.print(f"Loading [bold]{escape(source.description)}[/] in 4 bits")
         with clock("load"):
-            # No limit on the model: the trainer cuts rows at MAX_SEQ_LENGTH, and a held-out question may be longer.
-            model, tokenizer = fastft.FastModel.from_pretrained(
-                source.name, max_seq_length=None, load_in_4bit=True, gguf_file=source.gguf_file
-            )
-        _check_tokenizer(tokenizer, data, source)
+            model, tokenizer = _load(source, data)
         longest = _longest_row(tokenizer, data.train, console)
         on_gpu = next(model.parameters()).device.type == "cuda"
         if on_gpu:
@@ -124,7 +86,7 @@ def run_demo(source: ModelSource, data: TaskData, *, steps: int | None, output: 
         model = fastft.FastModel.get_peft_model(
             model, r=RANK, lora_alpha=LORA_ALPHA, use_gradient_checkpointing=longest > 512, random_state=SEED
         )
-        steps = steps or min(math.ceil(PASSES * len(data.train) / ROWS_PER_STEP), MOST_DEFAULT_STEPS)
+        steps = steps or min(math.ceil(data.passes * len(data.train) / ROWS_PER_STEP), MOST_DEFAULT_STEPS)
         trainer = _build_trainer(model, tokenizer, data, steps, longest, output, on_gpu)
         loss_before = trainer.evaluate()["eval_loss"]
         console.print(f"Training {steps} steps of {ROWS_PER_STEP} rows")
@@ -132,8 +94,9 @@ def run_demo(source: ModelSource, data: TaskData, *, steps: int | None, output: 
             trainer.add_callback(_progress_callback(progress, steps, console))
             trainer.train()
         adapter = output / "adapter"
-        trainer.save_model(str(adapter))
-        console.print(f"Adapter saved in [bold]{adapter}[/]")
+        model.save_pretrained(adapter)
+        tokenizer.save_pretrained(adapter)
+        console.print(f"Adapter saved in [bold]{escape(str(adapter))}[/]")
 
         loss_after = trainer.evaluate()["eval_loss"]
         report = fastft.report(model)
@@ -153,52 +116,24 @@ def run_demo(source: ModelSource, data: TaskData, *, steps: int | None, output: 
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         losses=[(int(entry["step"]), float(entry["loss"])) for entry in log if "loss" in entry],
         held_out_loss=(loss_before, loss_after),
-        sets=_score_sets(data, before, after),
-        samples=_samples(data, before, after),
+        sets=score_sets(data, before, after),
+        samples=pick_samples(data, before, after),
         tokens=tokens,
         tokens_per_second=tokens / clock.seconds["training"],
         peak_memory=peak,
         peak_memory_kind=peak_kind,
         seconds=clock.finish(),
-        versions={name: _version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+        versions={
+            "fastft": fastft.__version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in LIBRARIES},
+        },
     )
     (output / "metrics.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    console.print(report)
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     show_result(result, console)
     _save_plot(result, output / "loss.png", console)
     return result
-
-
-def show_result(result: DemoResult, console: Console) -> None:
-    """Print the figures and the sample answers of a run."""
-    table = Table(title="Held-out questions answered right", title_justify="left")
-    for heading in ("set", "questions", "before", "after", "nearest neighbour"):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
-    for name, scores in result.sets.items():
-        table.add_row(name, str(scores.after.count), *map(_cell, (scores.before, scores.after, scores.baseline)))
-    console.print(table)
-    if any(scores.after.fields is not None for scores in result.sets.values()):
-        console.print("[dim]In brackets: share of the expected JSON fields that are right.[/]")
-    for sample in result.samples:
-        console.print()
-        console.print(Text("asked   ", style="bold") + Text(sample.question))
-        console.print(Text("before  ", style="dim") + Text(_one_line(sample.before), style="dim"))
-        console.print(Text("after   ") + Text(_one_line(sample.after), style="green" if sample.right else "red"))
-        if not sample.right:
-            console.print(Text("wanted  ", style="dim") + Text(_one_line(sample.expected), style="dim"))
-    console.print()
-    first, last = (result.losses[0][1], result.losses[-1][1]) if result.losses else (math.nan, math.nan)
-    held_out = result.held_out_loss
-    console.print(f"Loss: {first:.3f} → {last:.3f} in training, {held_out[0]:.3f} → {held_out[1]:.3f} held out")
-    console.print(
-        f"{result.tokens_per_second:,.0f} tokens/s in training on {result.device}, {result.dtype}; "
-        f"{result.trainable_parameters:,} parameters trained"
-    )
-    if result.peak_memory is not None:
-        console.print(f"Peak memory: {result.peak_memory / 2**20:,.0f} MiB ({result.peak_memory_kind})")
-    seconds = dict(result.seconds)
-    total = seconds.pop("total")
-    console.print(f"Time: {total:.0f} s (" + ", ".join(f"{what} {s:.0f} s" for what, s in seconds.items()) + ")")
 
 
 def _build_trainer(
@@ -213,13 +148,13 @@ def _build_trainer(
     config = SFTConfig(
         output_dir=str(output),
         max_steps=steps,
+        # Batches at random, not by length: rows of one length are of one command, and learning one forgot the others.
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=ROWS_PER_STEP // rows,
         per_device_eval_batch_size=rows,
-        train_sampling_strategy="group_by_length",
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="linear",
-        warmup_steps=max(1, steps // 12),
+        warmup_steps=steps // 12,
         weight_decay=0.0,
         max_length=MAX_SEQ_LENGTH,
         gradient_checkpointing=longest > 512,
@@ -241,12 +176,16 @@ def _build_trainer(
         processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
+    for parameter in model.parameters():
+        # TRL rounds the adapter of a 4-bit model to bfloat16, whose eight bits lose the small updates late in training.
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     return trainer
 
 
 def _rows_per_batch(longest: int) -> int:
     """Rows of one forward pass, so that about 2,048 tokens (or one row) are in flight; a divisor of ROWS_PER_STEP."""
-    return next((rows for rows in (16, 8, 4, 2) if rows * longest <= 2048), 1)
+    return next((rows for rows in (8, 4, 2) if rows * longest <= 2048), 1)
 
 
 def _progress(console: Console) -> Progress:
@@ -281,8 +220,10 @@ def _answer_all(
 ) -> dict[str, list[str]]:
     from fastft.demo.answering import answer
 
-    batch_size = 4 * _rows_per_batch(longest)
+    batch_size = 10 * _rows_per_batch(longest)
     answers = {}
+    if not console.is_terminal:
+        console.print(f"{title}: {', '.join(f'{len(rows)} {name}' for name, rows in data.held_out.items())}")
     with _progress(console) as progress:
         for name, rows in data.held_out.items():
             task = progress.add_task(f"{title}: {name}", total=len(rows))
@@ -296,36 +237,24 @@ def _answer_all(
     return answers
 
 
-def _score_sets(data: TaskData, before: dict[str, list[str]], after: dict[str, list[str]]) -> dict[str, SetResult]:
-    baseline = NearestNeighbour([row.question for row in data.train], [row.completion for row in data.train])
-    results = {}
-    for name, rows in data.held_out.items():
-        expected = [row.completion for row in rows]
-        looked_up = [baseline.answer(row.question) for row in rows]
-        results[name] = SetResult(
-            score(before[name], expected), score(after[name], expected), score(looked_up, expected)
+def _load(source: ModelSource, data: TaskData) -> tuple[Any, Any]:
+    import fastft
+
+    try:
+        # No limit on the model: the trainer cuts rows at MAX_SEQ_LENGTH, and a held-out question may be longer.
+        model, tokenizer = fastft.FastModel.from_pretrained(
+            source.name, max_seq_length=None, load_in_4bit=True, gguf_file=source.gguf_file
         )
-    return results
-
-
-def _samples(data: TaskData, before: dict[str, list[str]], after: dict[str, list[str]]) -> list[Sample]:
-    """The first three questions of the last set (the hardest of the built-in ones), right or wrong as they come."""
-    name, rows = list(data.held_out.items())[-1]
-    picked = zip(rows[:SAMPLES], before[name], after[name], strict=False)
-    return [
-        Sample(row.question.strip(), old, new, row.completion, is_right(new, row.completion))
-        for row, old, new in picked
-    ]
-
-
-def _check_tokenizer(tokenizer: Any, data: TaskData, source: ModelSource) -> None:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise DemoError(f"{source.name} cannot be loaded. {type(error).__name__}: {error}") from error
     if not isinstance(data.train[0].prompt, str) and tokenizer.chat_template is None:
-        raise ValueError(
+        raise DemoError(
             f"the rows are messages, and the tokenizer of {source.name} has no chat template to write them with; "
             "use an instruct model, or rows with 'prompt' and 'completion'"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
 
 
 def _longest_row(tokenizer: Any, rows: list[Row], console: Console) -> int:
@@ -363,28 +292,38 @@ def _save_plot(result: DemoResult, path: Path, console: Console) -> None:
     try:
         from fastft.demo.plot import plot_losses
 
-        plot_losses(result.losses, path, title=f"{result.model}: {result.steps} steps")
+        plot_losses(result.losses, path, title=f"{result.model}\n{result.steps} steps of {result.rows_per_step} rows")
     except ImportError:
         console.print("No loss plot: matplotlib is not installed (pip install 'fastft[demo]')")
     except (OSError, RuntimeError, ValueError, TypeError) as error:
-        console.print(f"[yellow]No loss plot:[/] {error}")
+        console.print(f"[yellow]No loss plot:[/] {escape(str(error))}")
     else:
-        console.print(f"Loss curve in [bold]{path}[/]")
+        console.print(f"Loss curve in [bold]{escape(str(path))}[/]")
 
 
 @contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """The libraries' own progress bars off inside, and back as they were afterwards."""
+    """The libraries' own progress bars and two notes nobody here can act on: off inside, as they were afterwards.
+
+    The notes: bitsandbytes on a CPU kernel it would take from another package, transformers on an argument's new name
+    that TRL still uses under the old one.
+    """
     import datasets
     from transformers.utils import logging as transformers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()
     maps = datasets.are_progress_bars_disabled()
+    bitsandbytes_logger = logging.getLogger("bitsandbytes")
+    level = bitsandbytes_logger.level
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    bitsandbytes_logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*deprecated", category=FutureWarning)
+            yield
     finally:
+        bitsandbytes_logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
         if not maps:
@@ -406,19 +345,3 @@ class _Clock:
 
     def finish(self) -> dict[str, float]:
         return self.seconds | {"total": time.perf_counter() - self._start}
-
-
-def _cell(value: Score) -> str:
-    fields = "" if value.fields is None else f" ({value.fields:.0%})"
-    return f"{value.right:.0%}{fields}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()) or "(nothing)"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return "not installed"

@@ -9,16 +9,16 @@ For one row of raw logits x [V] with target t, in float32 whatever the dtype of 
 
 and on request what trainers log: entropy = log s − Σ p (z − m), log Σ p², mean z, and whether t is the argmax (of equal
 logits the lowest index wins: t is beaten by any larger z and by an equal z at a lower index).
-Differences are taken before sums (m − z_t, not lse − z_t), so a loss near zero under logits near 60 keeps its digits; p_t − 1
-is formed in float32, before the one rounding to the dtype of x.
+Differences are taken before sums (m − z_t, not lse − z_t), so a loss near zero under logits near 60 keeps its digits;
+p_t − 1 is formed in float32, before the one rounding to the dtype of x.
 
-Bytes moved: the row is read once for m and s (online: a new maximum rescales the running sums), read again for p, written
-once. A row of 128,256 logits does not fit the registers or the shared memory of one multiprocessor, hence two reads; the
-second one finds a short row in the cache. A target outside the vocabulary is never used as an address: its loss and its
-gradient row are NaN.
+Bytes moved: the row is read once for m and s (online: a new maximum rescales the running sums), read again for p, and
+written once. A row of 128,256 logits fits neither the registers nor the shared memory of one multiprocessor, hence two
+reads; of a short row the second one is served by the cache. Loads run a few blocks ahead of the arithmetic. A target
+outside the vocabulary is never used as an address: its loss and its gradient row are NaN.
 
 `cross_entropy_backward` serves the recomputing path (a trained head, a gradient through the entropy): with the row's
-log-sum-exp known, one read and one write give
+m and s known, one read and one write give
 
     d / d x = (g (y − p) − h p (log p + entropy)) · dz/dx          y = (1 − ε) [v = t] + ε / V
 
@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "log_sum_sq_probs", "mean_logits")
-STATISTICS = ("loss", "log_sum_exp", *OPTIONAL_OUTPUTS)  # the rows of a statistics tensor, in this order
+STATISTICS = ("loss", "maximum", "log_sum", *OPTIONAL_OUTPUTS)  # the rows of a statistics tensor, in this order
 
 # Below any logit, yet finite: a running maximum of −inf would make (−inf) − (−inf) of a masked-out first block.
 _LOWEST = -3.0e38
-# Elements of float32 scratch a twin works on at a time: each pass over a block then hits the cache, and peak memory stays flat.
+# Float32 scratch elements a twin works on at a time: every pass over a block hits the cache, and memory stays flat.
 _TWIN_BLOCK_ELEMENTS = 1 << 20
 
 
@@ -58,7 +58,8 @@ class CrossEntropyRows(NamedTuple):
     """Per-row results; float32 [rows] (float64 for float64 logits), `is_top1` bool; None where not asked for."""
 
     loss: Tensor
-    log_sum_exp: Tensor
+    maximum: Tensor  # m
+    log_sum: Tensor  # log s; the log-sum-exp is m + log s, kept apart because adding them loses digits
     entropy: Tensor | None
     is_top1: Tensor | None
     log_sum_sq_probs: Tensor | None
@@ -68,17 +69,17 @@ class CrossEntropyRows(NamedTuple):
 @triton.jit
 def _transform(x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
     """Raw logits to z and dz/dx."""
-    z = x * logit_scale
     slope = logit_scale * inverse_temperature
     if HAS_SOFTCAP:
-        u = z / softcap
-        # tanh by a sigmoid loses its digits near zero, where its odd series is short
+        u = x * logit_scale / softcap
+        # Near zero the closed form loses its digits: there a polynomial in u², as C libraries have it.
         square = u * u
-        series = u * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * 62.0 / 2835.0))))
-        tanh = tl.where(square < 0.09, series, 2.0 * tl.sigmoid(2.0 * u) - 1.0)
-        z = softcap * tanh
-        return z * inverse_temperature, slope * (1.0 - tanh * tanh)
-    return z * inverse_temperature, slope + tl.zeros_like(z)
+        series = 2.06390887954e-2 - 5.70498872745e-3 * square
+        series = -3.33332819422e-1 + square * (1.33314422036e-1 + square * (-5.37397155531e-2 + square * series))
+        far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(u)) + 1.0)
+        tanh = tl.where(tl.abs(u) < 0.625, u + u * square * series, tl.where(u < 0.0, -far, far))
+        return softcap * tanh * inverse_temperature, slope * (1.0 - tanh * tanh)
+    return x * slope, slope + tl.zeros_like(x)
 
 
 # Counts, and the alignment of per-row vectors, change from batch to batch: they must not compile a new kernel.
@@ -115,39 +116,45 @@ def _cross_entropy_kernel(
     target = tl.load(targets + rows, mask=row_mask, other=0)
     in_range = (target >= 0) & (target < vocabulary)
     target_x = tl.load(logits + row_offset + target, mask=row_mask & in_range, other=0.0).to(tl.float32)
-    target_z, _ = _transform(target_x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    target_z, _target_slope = _transform(target_x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
     target_z = tl.where(in_range, target_z, float("nan"))
 
     maximum = tl.full([ROWS], -3.0e38, tl.float32)
-    # Sums stay spread over the lanes: only the maximum is reduced per block, the sums once at the end.
+    # Sums stay spread over the lanes and are reduced once at the end; per block only the maximum is.
     sum_exp = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_weighted = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_squares = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_z = tl.zeros([ROWS, BLOCK], tl.float32)
-    beaten = tl.zeros([ROWS, BLOCK], tl.int32)
-    for start in range(0, vocabulary, BLOCK):
+    beaten = tl.zeros([ROWS], tl.int32)
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=4):
         column = start + columns
         in_row = column < vocabulary
         x = tl.load(logits + row_offset[:, None] + column, mask=row_mask[:, None] & in_row, other=0.0).to(tl.float32)
-        z, _ = _transform(x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        z, _slope = _transform(x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
         if MEAN_LOGITS or HAS_SMOOTHING:
             sum_z += tl.where(in_row, z, 0.0)
         z = tl.where(in_row, z, float("-inf"))
-        if IS_TOP1:
-            better = (z > target_z[:, None]) | ((z == target_z[:, None]) & (column < target[:, None]))
-            beaten = beaten | better.to(tl.int32)
-        new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
-        shift = maximum - new_maximum
-        rescale = tl.exp(shift)
-        centred = z - new_maximum[:, None]
+        block_maximum = tl.max(z, axis=1)
+        if IS_TOP1:  # the block that holds the target is looked through below
+            equal_ahead = (block_maximum == target_z) & (start + BLOCK <= target)
+            beaten = beaten | ((block_maximum > target_z) | equal_ahead).to(tl.int32)
+        if tl.max((block_maximum > maximum).to(tl.int32), axis=0) > 0:  # rare after the first blocks
+            new_maximum = tl.maximum(maximum, block_maximum)
+            shift = maximum - new_maximum
+            rescale = tl.exp(shift)[:, None]
+            if ENTROPY:  # Σ exp(z − m) (z − m): moving m shifts every term by m_old − m_new
+                sum_weighted = (sum_weighted + sum_exp * shift[:, None]) * rescale
+            if LOG_SUM_SQ_PROBS:
+                sum_squares = sum_squares * rescale * rescale
+            sum_exp = sum_exp * rescale
+            maximum = new_maximum
+        centred = z - maximum[:, None]
         exp = tl.exp(centred)
-        if ENTROPY:  # Σ exp(z − m) (z − m): moving m shifts every term by (m_old − m_new)
-            weighted = exp * tl.maximum(centred, -3.0e38)  # 0 · (−inf) is 0 here
-            sum_weighted = (sum_weighted + sum_exp * shift[:, None]) * rescale[:, None] + weighted
-        sum_exp = sum_exp * rescale[:, None] + exp
+        sum_exp += exp
+        if ENTROPY:
+            sum_weighted += exp * tl.maximum(centred, -3.0e38)  # 0 · (−inf) is 0 here
         if LOG_SUM_SQ_PROBS:
-            sum_squares = sum_squares * (rescale * rescale)[:, None] + exp * exp
-        maximum = new_maximum
+            sum_squares += exp * exp
 
     total = tl.sum(sum_exp, axis=1)
     log_sum = tl.log(total)
@@ -156,22 +163,30 @@ def _cross_entropy_kernel(
     if HAS_SMOOTHING:
         loss = (1.0 - label_smoothing) * loss + label_smoothing * ((maximum - mean_z) + log_sum)
     tl.store(statistics + rows, loss, mask=row_mask)
-    tl.store(statistics + statistic_stride + rows, maximum + log_sum, mask=row_mask)
+    tl.store(statistics + statistic_stride + rows, maximum, mask=row_mask)
+    tl.store(statistics + 2 * statistic_stride + rows, log_sum, mask=row_mask)
     if ENTROPY:
-        tl.store(statistics + 2 * statistic_stride + rows, log_sum - tl.sum(sum_weighted, axis=1) / total, mask=row_mask)
+        entropy = log_sum - tl.sum(sum_weighted, axis=1) / total
+        tl.store(statistics + 3 * statistic_stride + rows, entropy, mask=row_mask)
     if IS_TOP1:
-        is_top1 = in_range & (tl.max(beaten, axis=1) == 0)
-        tl.store(statistics + 3 * statistic_stride + rows, is_top1.to(tl.float32), mask=row_mask)
+        near = (target // BLOCK * BLOCK)[:, None] + columns  # the block that holds the target
+        ahead = (row_mask & in_range)[:, None] & (near < target[:, None])
+        near_x = tl.load(logits + row_offset[:, None] + near, mask=ahead, other=0.0).to(tl.float32)
+        near_z, _near_slope = _transform(near_x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        tied = tl.sum((ahead & (near_z == target_z[:, None])).to(tl.int32), axis=1)
+        is_top1 = in_range & (beaten == 0) & (tied == 0)
+        tl.store(statistics + 4 * statistic_stride + rows, is_top1.to(tl.float32), mask=row_mask)
     if LOG_SUM_SQ_PROBS:
         value = tl.log(tl.sum(sum_squares, axis=1)) - 2.0 * log_sum
-        tl.store(statistics + 4 * statistic_stride + rows, value, mask=row_mask)
+        tl.store(statistics + 5 * statistic_stride + rows, value, mask=row_mask)
     if MEAN_LOGITS:
-        tl.store(statistics + 5 * statistic_stride + rows, mean_z, mask=row_mask)
+        tl.store(statistics + 6 * statistic_stride + rows, mean_z, mask=row_mask)
 
     if WRITE_GRADIENT:
         inverse_total = 1.0 / total
-        for start in range(0, vocabulary, BLOCK):
-            column = start + columns
+        blocks = tl.cdiv(vocabulary, BLOCK)
+        for step in tl.range(0, blocks, num_stages=4):  # from the end: what was read last may still be in the cache
+            column = (blocks - 1 - step) * BLOCK + columns
             mask = row_mask[:, None] & (column < vocabulary)
             x = tl.load(logits + row_offset[:, None] + column, mask=mask, other=0.0).to(tl.float32)
             z, slope = _transform(x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
@@ -186,16 +201,16 @@ def _cross_entropy_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["row_count"],
-    do_not_specialize_on_alignment=["targets", "log_sum_exp", "grad_log_probs", "entropy", "grad_entropy"],
+    do_not_specialize=["row_count", "statistic_stride"],
+    do_not_specialize_on_alignment=["targets", "statistics", "grad_log_probs", "grad_entropy"],
 )
 def _cross_entropy_backward_kernel(
     logits,
     row_stride,
     targets,
-    log_sum_exp,
+    statistics,
+    statistic_stride,
     grad_log_probs,
-    entropy,
     grad_entropy,
     row_count,
     vocabulary,
@@ -218,8 +233,9 @@ def _cross_entropy_backward_kernel(
     pointers = logits + rows.to(tl.int64)[:, None] * row_stride + column
     x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     z, slope = _transform(x, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    log_p = z - tl.load(log_sum_exp + rows, mask=row_mask, other=0.0)[:, None]
-    p = tl.exp(log_p)
+    centred = z - tl.load(statistics + statistic_stride + rows, mask=row_mask, other=0.0)[:, None]
+    log_sum = tl.load(statistics + 2 * statistic_stride + rows, mask=row_mask, other=0.0)
+    p = tl.exp(centred) * tl.exp(-log_sum)[:, None]
     gradient = tl.zeros([ROWS, BLOCK], tl.float32)
     if HAS_LOG_PROBS:
         target = tl.load(targets + rows, mask=row_mask, other=0)
@@ -234,17 +250,19 @@ def _cross_entropy_backward_kernel(
         gradient += grad_row[:, None] * (label - p)
     if HAS_ENTROPY:
         grad_row = tl.load(grad_entropy + rows, mask=row_mask, other=0.0)
-        log_p = tl.maximum(log_p, -3.0e38)  # 0 · (−inf) is 0 here
-        gradient -= grad_row[:, None] * (p * (log_p + tl.load(entropy + rows, mask=row_mask, other=0.0)[:, None]))
+        # log p + entropy = (z − m) + (entropy − log s)
+        offset = tl.load(statistics + 3 * statistic_stride + rows, mask=row_mask, other=0.0) - log_sum
+        centred = tl.maximum(centred, -3.0e38)  # 0 · (−inf) is 0 here
+        gradient -= grad_row[:, None] * (p * (centred + offset[:, None]))
     tl.store(pointers, (gradient * slope).to(logits.dtype.element_ty), mask=mask)
 
 
 def _launch_settings(vocabulary: int) -> tuple[int, int, int]:
-    """(rows per program, columns per block, warps). The interpreter pays per program, so there a program takes 16 rows."""
+    """(rows per program, columns per block, warps). The interpreter pays per program: there one takes 16 rows."""
     if interpreting():
         return 16, min(1024, next_power_of_2(vocabulary)), 4
-    block = min(8192, max(128, next_power_of_2(vocabulary)))
-    return 1, block, min(16, max(1, block // 512))
+    block = min(4096, max(128, next_power_of_2(vocabulary)))
+    return 1, block, max(1, block // 512)
 
 
 def cross_entropy(
@@ -270,8 +288,8 @@ def cross_entropy(
         label_smoothing: ε of the module's formulas.
         write_gradient: False leaves `logits` untouched; the statistics are bit-equal either way.
         outputs: which of `OPTIONAL_OUTPUTS` to compute.
-        out: [6, rows] float32 (float64 for float64 logits), last dimension contiguous: receives the `STATISTICS`, so that
-            chunks can fill slices of one tensor. Rows not asked for are left as they are.
+        out: [7, rows] float32 (float64 for float64 logits), last dimension contiguous: receives the `STATISTICS`, so
+            that chunks can fill slices of one tensor. What is not asked for is left as it is.
 
     Returns:
         `CrossEntropyRows`, views of `out` (but `is_top1`).
@@ -322,10 +340,9 @@ def cross_entropy(
 def cross_entropy_backward(
     logits: Tensor,
     targets: Tensor,
-    log_sum_exp: Tensor,
+    statistics: Tensor,
     *,
     grad_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -337,9 +354,8 @@ def cross_entropy_backward(
     Args:
         logits: as in `cross_entropy`. Overwritten and returned.
         targets: [rows] int64.
-        log_sum_exp: [rows], from `cross_entropy`.
+        statistics: [7, rows], what `cross_entropy` wrote into its `out`; the entropy is needed with `grad_entropy`.
         grad_log_probs: [rows], gradient of the (smoothed) log-probability, which is −loss; None for none.
-        entropy: [rows], from `cross_entropy`; needed with `grad_entropy`.
         grad_entropy: [rows], gradient of the entropy; None for none.
         logit_scale, softcap, temperature, label_smoothing: as in `cross_entropy`.
     """
@@ -347,9 +363,8 @@ def cross_entropy_backward(
         return cross_entropy_backward_torch(
             logits,
             targets,
-            log_sum_exp,
+            statistics,
             grad_log_probs=grad_log_probs,
-            entropy=entropy,
             grad_entropy=grad_entropy,
             logit_scale=logit_scale,
             softcap=softcap,
@@ -359,15 +374,15 @@ def cross_entropy_backward(
     row_count, vocabulary = logits.shape
     rows, block, warps = _launch_settings(vocabulary)
     if row_count:
-        unused = log_sum_exp  # fills the slots of the pointers that the flags switch off
+        unused = statistics  # fills the slots of the pointers that the flags switch off
         with launch_on(logits):
             _cross_entropy_backward_kernel[(triton.cdiv(row_count, rows), triton.cdiv(vocabulary, block))](
                 logits,
                 logits.stride(0),
                 targets.contiguous(),
-                log_sum_exp.contiguous(),
+                statistics,
+                statistics.stride(0),
                 unused if grad_log_probs is None else grad_log_probs.contiguous(),
-                unused if entropy is None else entropy.contiguous(),
                 unused if grad_entropy is None else grad_entropy.contiguous(),
                 row_count,
                 vocabulary,
@@ -412,7 +427,7 @@ def cross_entropy_torch(
         target_z = z.gather(1, index).squeeze(1).masked_fill(~in_range, float("nan"))
         maximum = z.amax(1)
         if "is_top1" in outputs:
-            values[3] = z.argmax(1) == target  # argmax returns the first of equal maxima
+            values[4] = z.argmax(1) == target  # argmax returns the first of equal maxima
         mean_z = z.mean(1) if "mean_logits" in outputs or label_smoothing else maximum  # read only if asked for
         centred = z - maximum.unsqueeze(1)
         exp = centred.exp()
@@ -422,14 +437,15 @@ def cross_entropy_torch(
         if label_smoothing:
             loss = (1.0 - label_smoothing) * loss + label_smoothing * ((maximum - mean_z) + log_sum)
         values[0] = loss
-        values[1] = maximum + log_sum
+        values[1] = maximum
+        values[2] = log_sum
         if "entropy" in outputs:
             # clamped: 0 · (−inf) is 0 here
-            values[2] = log_sum - centred.clamp_(min=_LOWEST).mul_(exp).sum(1) / total
+            values[3] = log_sum - centred.clamp_(min=_LOWEST).mul_(exp).sum(1) / total
         if "log_sum_sq_probs" in outputs:
-            values[4] = exp.square().sum(1).log() - 2.0 * log_sum
+            values[5] = exp.square().sum(1).log() - 2.0 * log_sum
         if "mean_logits" in outputs:
-            values[5] = mean_z
+            values[6] = mean_z
         if write_gradient:
             gradient = exp.div_(total.masked_fill(~in_range, float("nan")).unsqueeze(1))
             _subtract_labels(gradient, index, label_smoothing)
@@ -440,10 +456,9 @@ def cross_entropy_torch(
 def cross_entropy_backward_torch(
     logits: Tensor,
     targets: Tensor,
-    log_sum_exp: Tensor,
+    statistics: Tensor,
     *,
     grad_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -456,13 +471,15 @@ def cross_entropy_backward_torch(
     for start in range(0, row_count, step):
         rows = slice(start, start + step)
         block = logits[rows]
-        z, slope = _transform_torch(block.to(log_sum_exp.dtype), logit_scale, softcap, temperature)
-        log_p = z - log_sum_exp[rows].unsqueeze(1)
-        p = log_p.exp()
+        z, slope = _transform_torch(block.to(statistics.dtype), logit_scale, softcap, temperature)
+        _, maximum, log_sum, entropy, *_ = statistics[:, rows].unsqueeze(2)  # [step, 1] each
+        centred = z - maximum
+        p = centred.exp().mul_(log_sum.neg().exp())
         gradient = torch.zeros_like(p)
-        if grad_entropy is not None and entropy is not None:
-            log_p.clamp_(min=_LOWEST).add_(entropy[rows].unsqueeze(1))  # clamped: 0 · (−inf) is 0 here
-            gradient -= log_p.mul_(p).mul_(grad_entropy[rows].unsqueeze(1))
+        if grad_entropy is not None:
+            # log p + entropy = (z − m) + (entropy − log s); clamped: 0 · (−inf) is 0 here
+            centred.clamp_(min=_LOWEST).add_(entropy - log_sum)
+            gradient -= centred.mul_(p).mul_(grad_entropy[rows].unsqueeze(1))
         if grad_log_probs is not None:
             target = targets[rows]
             in_range = (target >= 0) & (target < vocabulary)
@@ -496,8 +513,8 @@ def _statistics(logits: Tensor) -> Tensor:
 
 
 def named_rows(statistics: Tensor, outputs: tuple[str, ...]) -> CrossEntropyRows:
-    """A statistics tensor [6, rows] by names: views, but `is_top1`; None for what is not in `outputs`."""
+    """A statistics tensor [7, rows] by names: views, but `is_top1`; None for what is not in `outputs`."""
     optional = {name: statistics[STATISTICS.index(name)] if name in outputs else None for name in OPTIONAL_OUTPUTS}
     is_top1 = optional["is_top1"]
     optional["is_top1"] = None if is_top1 is None else is_top1.bool()
-    return CrossEntropyRows(statistics[0], statistics[1], **optional)
+    return CrossEntropyRows(*statistics[:3], **optional)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastft.kernels.backend import KERNEL_DTYPES, launch_on, tl, triton, uses_triton
+from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, tl, triton, uses_triton
 
 __all__ = ["QuantizedWeight", "dequantize", "dequantize_torch"]
 
@@ -89,7 +89,9 @@ def dequantize(
     blocks = max(1, TILE_BYTES // half_block)
     elements = rows * columns
     with launch_on(out):
-        _dequantize_kernel[(triton.cdiv(elements, blocks * weight.blocksize),)](
+        launch(
+            _dequantize_kernel,
+            (triton.cdiv(elements, blocks * weight.blocksize),),
             target,
             weight.packed,
             weight.absmax,
@@ -160,7 +162,7 @@ def dequantize_torch(
 
 def _block_scales(weight: QuantizedWeight) -> torch.Tensor:
     """float32 scale of each block, [ceil(n / blocksize)]."""
-    if weight.absmax_code is None:
+    if weight.absmax_code is None or weight.absmax_scale is None or weight.offset is None:
         return weight.absmax
     scales = weight.absmax_scale.repeat_interleave(weight.absmax_blocksize)[: weight.absmax.numel()]
     return weight.absmax_code[weight.absmax.int()] * scales + weight.offset

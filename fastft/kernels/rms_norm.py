@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from fastft.kernels.backend import launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.rows import input_rows, output_rows, store_rows
 
 NormMode = Literal["llama", "fp32", "gemma"]
@@ -67,7 +67,7 @@ def rms_norm(
     Returns:
         y [..., hidden], in the promoted dtype of x and weight in llama mode, else in x's;
         inverse_rms [rows], float32 (float64 for float64 x);
-        summed [..., hidden], in x's dtype: what was normalized, to be kept for the backward (`x` itself if no residual).
+        summed [..., hidden], in x's dtype: what was normalized, kept for the backward (`x` itself without a residual).
     """
     if not _runs_as_kernel(x, weight):
         return rms_norm_torch(x, weight, eps, mode=mode, residual=residual, out=out, summed_out=summed_out)
@@ -83,7 +83,9 @@ def rms_norm(
     inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
     rows_per_program, block, warps = _shape_table(hidden)
     with launch_on(x):
-        _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
+        launch(
+            _rms_norm_kernel,
+            (triton.cdiv(rows, rows_per_program),),
             y_rows,
             summed_rows,
             inverse_rms,
@@ -155,7 +157,9 @@ def rms_norm_backward(
         programs = triton.cdiv(programs, blocks_per_program)
         partial = torch.empty((programs, hidden), dtype=torch.float32, device=x.device)
     with launch_on(x):
-        _rms_norm_backward_kernel[(programs,)](
+        launch(
+            _rms_norm_backward_kernel,
+            (programs,),
             grad_x_rows,
             partial,
             grad_rows,
@@ -277,7 +281,7 @@ def rms_norm_torch(
     out: torch.Tensor | None = None,
     summed_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Plain-torch twin of `rms_norm`: same arguments, same arithmetic, any device; statistics in float64 for float64."""
+    """Plain-torch twin of `rms_norm`: same arguments and arithmetic, any device; float64 in float64 throughout."""
     if residual is None:
         summed = x
     else:
@@ -351,7 +355,7 @@ def _row_strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _summing_programs(device: torch.device) -> int:
     """How many programs share the weight gradient's sum: two a multiprocessor; a few in the interpreter."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

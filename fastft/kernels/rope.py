@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from fastft.kernels.backend import launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
 
 __all__ = ["rope", "rope_torch"]
 
@@ -64,7 +64,9 @@ def rope(
     half = cos.shape[-1] // 2
     q_block, k_block, half_block = next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(half)
     with launch_on(q):
-        _rope_kernel[(batch * sequence,)](
+        launch(
+            _rope_kernel,
+            (batch * sequence,),
             q_out,
             k_out,
             q,
@@ -108,20 +110,41 @@ def _rope_kernel(
     column = tl.arange(0, BLOCKS[2])
     mask = column < HALF
     angle_offset = batch * angle_strides[0] + token * angle_strides[1] + column
-    cos_first = tl.load(cos + angle_offset, mask=mask, other=0.0)[None, :]
-    cos_second = tl.load(cos + angle_offset + HALF, mask=mask, other=0.0)[None, :]
-    sin_first = tl.load(sin + angle_offset, mask=mask, other=0.0)[None, :]
-    sin_second = tl.load(sin + angle_offset + HALF, mask=mask, other=0.0)[None, :]
+    cos_first = tl.load(cos + angle_offset, mask=mask, other=0.0).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + angle_offset + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + angle_offset, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + angle_offset + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
+    ROUND: tl.constexpr = q.dtype.element_ty == cos.dtype.element_ty  # torch multiplies different dtypes in fp32
     if INVERSE:  # y1 = x1·cos1 + x2·sin2 ; y2 = x2·cos2 - x1·sin1: the same shape with the sines exchanged and negated
         sin_first, sin_second = -sin_second, -sin_first
-    token_offset = batch * q_strides[0] + token * q_strides[1]
+    offset = batch * q_strides[0] + token * q_strides[1]
     _rotate_heads(
-        q_out, q, token_offset, q_strides[2], cos_first, cos_second, sin_first, sin_second, HEADS[0], HALF, BLOCKS[0]
+        q_out + offset,
+        q + offset,
+        q_strides[2],
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        HEADS[0],
+        HALF,
+        BLOCKS[0],
+        ROUND,
     )
     if k is not None:
-        token_offset = batch * k_strides[0] + token * k_strides[1]
+        offset = batch * k_strides[0] + token * k_strides[1]
         _rotate_heads(
-            k_out, k, token_offset, k_strides[2], cos_first, cos_second, sin_first, sin_second, HEADS[1], HALF, BLOCKS[1]
+            k_out + offset,
+            k + offset,
+            k_strides[2],
+            cos_first,
+            cos_second,
+            sin_first,
+            sin_second,
+            HEADS[1],
+            HALF,
+            BLOCKS[1],
+            ROUND,
         )
 
 
@@ -129,43 +152,35 @@ def _rope_kernel(
 def _rotate_heads(
     x_out,
     x,
-    token_offset,
     head_stride,
-    cos_first,  # [1, half block], and so the three after it
+    cos_first,  # [1, half block] fp32, and so the three after it
     cos_second,
     sin_first,
     sin_second,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
-    """y1 = x1·cos1 - x2·sin1 ; y2 = x2·cos2 + x1·sin2 for HEADS heads of one token."""
+    """y1 = x1·cos1 - x2·sin1 ; y2 = x2·cos2 + x1·sin2 for the HEADS heads of one token, which begins at x."""
     head = tl.arange(0, BLOCK)
     column = tl.arange(0, cos_first.shape[1])
-    offset = token_offset + head[:, None].to(tl.int64) * head_stride + column[None, :]
+    offset = head[:, None].to(tl.int64) * head_stride + column[None, :]
     mask = (head < HEADS)[:, None] & (column < HALF)[None, :]
     first = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + offset + HALF, mask=mask, other=0.0).to(tl.float32)
-    first_cos = _product(first, cos_first, x)
-    second_sin = _product(second, sin_first, x)
-    second_cos = _product(second, cos_second, x)
-    first_sin = _product(first, sin_second, x)
+    first_cos, first_sin = first * cos_first, first * sin_second
+    second_cos, second_sin = second * cos_second, second * sin_first
+    if ROUND:
+        first_cos = first_cos.to(x.dtype.element_ty).to(tl.float32)
+        first_sin = first_sin.to(x.dtype.element_ty).to(tl.float32)
+        second_cos = second_cos.to(x.dtype.element_ty).to(tl.float32)
+        second_sin = second_sin.to(x.dtype.element_ty).to(tl.float32)
     tl.store(x_out + offset, (first_cos - second_sin).to(x_out.dtype.element_ty), mask=mask)
     tl.store(x_out + offset + HALF, (second_cos + first_sin).to(x_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _product(values, angles, x):
-    """values (fp32) times angles, rounded as torch rounds it: to the common dtype if x and the angles share one."""
-    result = values * angles.to(tl.float32)
-    if angles.dtype == x.dtype.element_ty:
-        result = result.to(x.dtype.element_ty).to(tl.float32)
-    return result
-
-
-def _source_and_target(
-    x: torch.Tensor, out: torch.Tensor | None, partial: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _source_and_target(x: torch.Tensor, out: torch.Tensor | None, partial: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel reads and what it writes: two tensors of equal strides, or one and the same.
 
     Where `out` has other strides than `x`, or columns pass through, `x` is copied into `out` and turned in place there.

@@ -6,9 +6,9 @@
     d_up   = grad · a
     d_gate = (grad · up) · s · (1 + gate · (1 - s))
 
-Bytes: with b bytes an element the forward moves 3b (two reads, one write). The backward reads grad, gate and up once and
-writes d_gate, d_up and, for the gradient of the down projection's adapter, `product` once more: 6b, and none of it need
-be kept from the forward. `out=(grad, gate, up)` writes all three over what was read.
+Bytes: with b bytes an element the forward moves 3b (two reads, one write). The backward reads grad, gate and up once
+and writes d_gate, d_up and, for the gradient of the down projection's adapter, `product` once more: 6b, and the product
+need not be kept from the forward. `out=(grad, gate, up)` writes all three over what was read.
 
 Rounding is Hugging Face's: silu is computed in fp32 and rounded before `up` multiplies it, and so is grad · up before
 it meets silu's derivative.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fastft.kernels.backend import launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.rows import input_rows, output_rows, store_rows
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_backward_torch", "swiglu_torch"]
@@ -46,7 +46,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor | None = N
     gate_rows, up_rows, out_rows = input_rows(gate), input_rows(up), output_rows(out)
     rows, width, grid, settings = _launch_settings(gate_rows)
     with launch_on(gate):
-        _swiglu_kernel[grid](
+        launch(
+            _swiglu_kernel,
+            grid,
             out_rows,
             gate_rows,
             up_rows,
@@ -87,7 +89,7 @@ def swiglu_backward(
         grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     inputs = [input_rows(tensor) for tensor in (grad, gate, up)]
-    product_rows = output_rows(product) if needs_product else None
+    product_rows = output_rows(product) if needs_product and product is not None else None
     grad_gate_rows, grad_up_rows = output_rows(grad_gate), output_rows(grad_up)
     strides = (
         0 if product_rows is None else product_rows.stride(0),
@@ -97,11 +99,20 @@ def swiglu_backward(
     )
     rows, width, grid, settings = _launch_settings(inputs[1])
     with launch_on(gate):
-        _swiglu_backward_kernel[grid](
-            product_rows, grad_gate_rows, grad_up_rows, *inputs, strides, rows, width, **settings
+        launch(
+            _swiglu_backward_kernel,
+            grid,
+            product_rows,
+            grad_gate_rows,
+            grad_up_rows,
+            *inputs,
+            strides,
+            rows,
+            width,
+            **settings,
         )
     return (
-        store_rows(product_rows, product) if needs_product else None,
+        None if product_rows is None or product is None else store_rows(product_rows, product),
         store_rows(grad_gate_rows, grad_gate),
         store_rows(grad_up_rows, grad_up),
     )
@@ -147,8 +158,9 @@ def _swiglu_backward_kernel(
     grad_value = tl.load(grad + row * row_strides[3] + column, mask=mask, other=0.0).to(tl.float32)
     gate_value = tl.load(gate + row * row_strides[4] + column, mask=mask, other=0.0).to(tl.float32)
     up_value = tl.load(up + row * row_strides[5] + column, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate_value))
-    activated = (gate_value * sigmoid).to(gate.dtype.element_ty).to(tl.float32)
+    denominator = 1.0 + tl.exp(-gate_value)
+    activated = (gate_value / denominator).to(gate.dtype.element_ty).to(tl.float32)  # the forward's own bits
+    sigmoid = 1.0 / denominator
     grad_activated = (grad_value * up_value).to(gate.dtype.element_ty).to(tl.float32)
     gate_result = grad_activated * sigmoid * (1.0 + gate_value * (1.0 - sigmoid))
     up_result = grad_value * activated

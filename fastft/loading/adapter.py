@@ -84,12 +84,14 @@ def _offer(model: nn.Module) -> str:
     return f"This model has: {listed}."
 
 
-def _require_layers(model: nn.Module, wanted: int | list[int] | None) -> None:
+def _require_layers(model: Any, wanted: int | list[int] | None) -> None:
     if wanted is None:
         return
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if count is None:
+        return
     indices = [wanted] if isinstance(wanted, int) else list(wanted)
-    outside = [index for index in indices if count is not None and not 0 <= index < count]
+    outside = [index for index in indices if not 0 <= index < count]
     if outside:
         raise ValueError(
             f"layers_to_transform: {outside} outside of the model's {count} layers (0 to {count - 1}): nothing would "

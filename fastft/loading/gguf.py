@@ -94,7 +94,7 @@ def _convert(gguf_path: Path, target: Path, trust_remote_code: bool) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _as_plain_model(packed: torch.nn.Module) -> Any:
+def _as_plain_model(packed: Any) -> Any:
     """The same weights in a model that does not count as quantized (transformers refuses to save one that does)."""
     config = copy.deepcopy(packed.config)
     if hasattr(config, "quantization_config"):

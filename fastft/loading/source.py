@@ -83,7 +83,8 @@ def _resolve_folder(folder: Path, gguf_file: str | None, hub: dict[str, Any]) ->
             raise ValueError(
                 f"{inner} holds both a whole checkpoint ({weights[0]}) and an adapter ({ADAPTER_CONFIG}): loading it "
                 "could mean either. Move one of them to its own folder, or load the checkpoint with "
-                "AutoModelForCausalLM, fastft.patch it, and add the adapter with PeftModel.from_pretrained(model, folder, is_trainable=True)."
+                "AutoModelForCausalLM, fastft.patch it, and add the adapter with PeftModel.from_pretrained(model, "
+                "folder, is_trainable=True)."
             )
         return Source("adapter", name, local=True, hub=hub)
     if not has_config:

@@ -1,8 +1,8 @@
 """The pre-hook on a planned backbone: what must be settled once per forward, before any layer runs.
 
-Lengths over `max_seq_length` are refused, packed documents are kept apart, a cache nobody reads in training is left out, the TRL hook
-is installed when TRL has appeared, and layers that lost their binding in pickling get it back. It changes keywords only, and
-only where the issue is one of these.
+Lengths over `max_seq_length` are refused, packed documents are kept apart, a cache nobody reads in training is left
+out, the TRL hook is installed when TRL has appeared, and layers that lost their binding in pickling get it back. It
+changes keywords only, and only where the issue is one of these.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from fastft.patching import decoder_layer, registry, trl
-from fastft.patching.checkpointing import planned_layers
 from fastft.patching.decoder_layer import CACHE_NAMES
 
 
-def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def before_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     """Forward pre-hook (with keywords) of a planned backbone."""
     site = registry.site_of(module)
     if site is None or registry.runs_stock_only():
         return None
     trl.install()
-    for layer in planned_layers(module):
-        if "forward" not in layer.__dict__ or layer.__dict__["forward"].__func__ is not decoder_layer.fast_forward:
-            decoder_layer.bind(layer)
+    for layer in module._modules["layers"]._modules.values():  # type: ignore[union-attr]
+        if not decoder_layer.is_bound(layer) and registry.site_of(layer) is not None:  # type: ignore[arg-type]
+            decoder_layer.rebind(layer)  # type: ignore[arg-type]
     ids = kwargs.get("input_ids", args[0] if args else None)
     embeds = kwargs.get("inputs_embeds")
     shape = ids.shape if isinstance(ids, Tensor) else embeds.shape[:2] if isinstance(embeds, Tensor) else None
@@ -69,7 +70,11 @@ def _check_padding(module: nn.Module, site: registry.Site, ids: Any, kwargs: dic
     pad: Any = getattr(module.config, "pad_token_id", None)  # type: ignore[union-attr]
     if pad is None or kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None:
         return
-    if ids.shape[0] > 1 and bool((ids == pad).any()):
+    # Rows are padded at an end. One token there may be the text's own bos or eos where that is the pad too; two are pads.
+    ends = (getattr(module.config, "bos_token_id", None), getattr(module.config, "eos_token_id", None))
+    width = 2 if pad in ends else 1
+    is_pad = ids == pad
+    if ids.shape[1] > width and bool((is_pad[:, :width].all(1) | is_pad[:, -width:].all(1)).any()):
         site.pad_checks = 0
         warnings.warn(
             f"fastft: the batch holds pad tokens (id {pad}) but no attention_mask came with it, so they are attended to. "

@@ -1,9 +1,10 @@
 """bitsandbytes weights as the kernels read them, and its two faults on CPU kept away from users.
 
-On CPU bitsandbytes 0.50 (a) repacks a 4-bit weight in place at the first forward in eval mode without grad, after which
-training is silently wrong (where the processor has AVX512-BF16), and (b) dequantizes wrongly when in_features is a multiple of 16 but not of 64. (a) is
-switched off per module by its own flag; a layer hit by (b) gets an instance forward over our dequantization, for stock and fast
-paths alike. Both act on planned models only, on CPU only, and are undone by `unpatch`.
+On CPU bitsandbytes 0.50 (a) repacks a 4-bit weight in place at the first forward in eval mode without grad, after
+which training is silently wrong (where the processor has AVX512-BF16), and (b) dequantizes wrongly when in_features
+is a multiple of 16 but not of 64. (a) is switched off per module by its own flag; a layer hit by (b) gets an instance
+forward over our dequantization, for stock and fast paths alike. Both act on planned models only, on CPU only, and are
+undone by `unpatch`.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ def _dequantizing_forward(self: nn.Module, x: Tensor) -> Tensor:
 _dequantizing_forward.__name__ = "forward"  # pickle finds a bound method by its name
 
 
+def is_repair(function: Any) -> bool:
+    """Whether `function` is the forward that `repair_on_cpu` binds."""
+    return function is _dequantizing_forward
+
+
 def repairs(module: nn.Module) -> bool:
     """Whether `module` carries the instance forward put there by `repair_on_cpu`."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is _dequantizing_forward
+    return is_repair(getattr(module.__dict__.get("forward"), "__func__", None))
 
 
 def repair_on_cpu(model: nn.Module) -> list[str]:

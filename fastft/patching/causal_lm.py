@@ -2,17 +2,16 @@
 
     loss = Σ over counted tokens of −log p(label) / count          count: num_items_in_batch, else the counted tokens
 
-No labels: the saved original, real logits. Training with labels: `logits=None`. Evaluation with labels: logits are there when
-somebody reads them (`LazyLogits`), and not built when nobody does. A batch without a counted token gives 0, joined to the graph;
-stock gives NaN. In padding-free packed rows (position_ids, no mask) the first token of a document is not a target: it cannot be
-predicted from another document.
+No labels: the saved original, real logits. Training with labels: `logits=None`. Evaluation with labels: logits are
+there when somebody reads them (`LazyLogits`), and not built when nobody does. A batch without a counted token gives
+0, joined to the graph; stock gives NaN. In padding-free packed rows (position_ids, no mask) the first token of a
+document is not a target: it cannot be predicted from another document.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from fastft.autograd.autocast import AutocastState, suspended
 from fastft.patching import registry
 from fastft.patching.families import Family
 from fastft.patching.peft import hooked
@@ -32,7 +32,10 @@ _UNREAD = torch.empty(0)
 
 @dataclass
 class LazyLogits(CausalLMOutputWithPast):
-    """A causal-LM output whose logits are computed when first read: as attribute, key, item, value or tuple element."""
+    """A causal-LM output whose logits are computed when first read: as attribute, key, item, value or tuple element.
+
+    They are computed as the forward would have: in its grad mode and under its autocast, whatever these are by then.
+    """
 
     @classmethod
     def defer(cls, compute: Callable[[], Tensor], **fields: Any) -> LazyLogits:
@@ -51,6 +54,14 @@ class LazyLogits(CausalLMOutputWithPast):
         if name == "logits":
             self._materialize()
         return super().__getattribute__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            if key == "logits":
+                self._materialize()
+            return dict(super().items())[key]
+        names = list(self.keys())[key]  # the loss alone, by its place, builds nothing
+        return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
 
     def items(self) -> Any:
         self._materialize()
@@ -126,8 +137,19 @@ def _forward(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> Any:
     elif model.training:
         output = CausalLMOutputWithPast(loss=loss, **others)
     else:
-        output = LazyLogits.defer(lambda: head(hidden), loss=loss, **others)
+        output = LazyLogits.defer(_deferred_logits(head, hidden), loss=loss, **others)
     return output if return_dict else output.to_tuple()
+
+
+def _deferred_logits(head: nn.Module, hidden: Tensor) -> Callable[[], Tensor]:
+    """`head(hidden)` in the grad mode and the autocast state of now, for later."""
+    grad_enabled, autocast = torch.is_grad_enabled(), AutocastState.current(hidden.device.type)
+
+    def compute() -> Tensor:
+        with torch.set_grad_enabled(grad_enabled), suspended(hidden.device.type), autocast.restored():
+            return head(hidden)  # type: ignore[no-any-return]
+
+    return compute
 
 
 def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site: registry.Site) -> Tensor:
@@ -161,13 +183,18 @@ def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site
 def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
     """`[batch, sequence]`: the label of each position's next token; the last position has none.
 
-    Explicit `shift_labels` are used as they are. In padding-free rows a document's first token is masked.
+    Explicit `shift_labels` are used as they are. In packed rows a document's first token is no target: the token before
+    it is another document's. Where that token is a pad (left padding), stock counts the first token, and so do we.
     """
     shifted = kwargs.get("shift_labels")
     if shifted is not None:
         return shifted  # type: ignore[no-any-return]
     labels: Tensor = kwargs["labels"]
-    positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and kwargs.get("attention_mask") is None:
-        labels = labels.masked_fill((positions == 0).to(labels.device), IGNORE_INDEX)
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    two_dimensional = isinstance(mask, Tensor) and mask.shape == labels.shape
+    if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and (mask is None or two_dimensional):
+        starts = positions == 0
+        if two_dimensional:
+            starts = starts & nn.functional.pad(mask[:, :-1] != 0, (1, 0)).to(starts.device)
+        labels = labels.masked_fill(starts.to(labels.device), IGNORE_INDEX)
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)

@@ -1,9 +1,10 @@
 """Gradient checkpointing asked for by anybody becomes level *recompute* of planned layers, once.
 
-Every road (Trainer, TRL's DPO/KTO/GRPO toggles, PEFT's k-bit preparation, a user's own call; transformers 5.17 to 5.24) ends
-in `PreTrainedModel._set_gradient_checkpointing`, so one inert class patch there covers them. The backbone's own flag stays as transformers
-sets it: it keeps the cache off in training, and trainers read it. Only the flags of planned layers are cleared, because
-these layers recompute inside their own backward; a layer that runs stock under the plan checkpoints itself.
+Every road (Trainer, TRL's DPO/KTO/GRPO toggles, PEFT's k-bit preparation, a user's own call; transformers 5.17 to
+5.24) ends in `PreTrainedModel._set_gradient_checkpointing`, so one inert class patch there covers them. The
+backbone's own flag stays as transformers sets it: it keeps the cache off in training, and trainers read it. Only the
+flags of planned layers are cleared, because these layers recompute inside their own backward; a layer that runs stock
+under the plan checkpoints itself.
 """
 
 from __future__ import annotations
@@ -34,13 +35,28 @@ def make_set_gradient_checkpointing(original: Callable[..., Any]) -> Callable[..
     return _set_gradient_checkpointing
 
 
-def take_over(model: nn.Module) -> None:
-    """Turn the layers' own checkpointing flags into levels (a flag left off by `every_n_layers` means *keep*)."""
-    for layer in planned_layers(model):
+def take_over(model: nn.Module, *, planning: bool = False) -> None:
+    """Turn the layers' own checkpointing flags into levels (a flag left off by `every_n_layers` means *keep*).
+
+    A layer that runs another library's forward keeps its flag: nobody else would checkpoint it.
+
+    Args:
+        model: holds the layers.
+        planning: the flags are as `patch` found them: off on a layer planned before, whose level then stays.
+    """
+    layers = planned_layers(model)
+    if not layers:
+        return
+    from fastft.patching import decoder_layer  # brings the kernels, which a plain model does not need
+
+    for layer in layers:
         site = registry.site_of(layer)
         assert site is not None
-        site.level = "recompute" if getattr(layer, "gradient_checkpointing", False) else "keep"
-        layer.gradient_checkpointing = False
+        asked = bool(getattr(layer, "gradient_checkpointing", False))
+        if asked or not planning:
+            site.level = "recompute" if asked else "keep"
+        if decoder_layer.is_bound(layer):
+            layer.gradient_checkpointing = False
 
 
 def give_back(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Decoder layers, bound per instance: one autograd node where everything is as the node assumes, stock where it is not.
 
-The class is never touched: on transformers >= 5.23 `GradientCheckpointingLayer` checkpoints only while `type(self).forward` is
-the wrapper it made, so a swapped class method would silently end checkpointing for every model in the process. The stock path is
-`type(self).forward(self, …)`; under level *recompute* it checkpoints itself, because the layer's own flag is off.
+The class is never touched: on transformers >= 5.23 `GradientCheckpointingLayer` checkpoints only while
+`type(self).forward` is the wrapper it made, so a swapped class method would silently end checkpointing for every
+model in the process. The stock path is `type(self).forward(self, …)`; under level *recompute* it checkpoints itself,
+because the layer's own flag is off.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from fastft.patching.peft import ProjectionReader, hooked
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CACHE_NAMES = ("cache", "past_key_values")
+ATTENTIONS = "attention weights are asked for (output_attentions)"
+OWN_FORWARD = "the layer has its own forward (another library's)"
 _BYPASSED = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
 _readers: weakref.WeakKeyDictionary[nn.Module, LayerReader] = weakref.WeakKeyDictionary()
 
@@ -105,7 +108,9 @@ class LayerReader:
         if isinstance(projections, str):
             return projections
         q, k, v, o, gate, up, down = projections
-        arguments = {n: a for n, a in kwargs.items() if n not in ("attention_mask", "position_embeddings", *CACHE_NAMES)}
+        arguments = {
+            n: a for n, a in kwargs.items() if n not in ("attention_mask", "position_embeddings", *CACHE_NAMES)
+        }
         head_norms = (self._norm(attention.q_norm), self._norm(attention.k_norm)) if self.family.head_norms else None
         width = attention.head_dim
         return LayerCall(
@@ -161,7 +166,7 @@ def _stock_reason(site: registry.Site, x: Any, args: tuple[Any, ...], kwargs: di
     if global_hooks():
         return "global module hooks are installed"
     if wants_attentions():
-        return "attention weights are asked for (output_attentions)"
+        return ATTENTIONS
     return None
 
 
@@ -178,7 +183,7 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         call = reason
     if isinstance(call, str):
         site.ran_stock(call)
-        return _stock_forward(self, site, hidden_states, args, kwargs)
+        return _stock_forward(self, site, call, hidden_states, args, kwargs)
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
     return apply_layer(hidden_states, cos, sin, call)
@@ -188,16 +193,32 @@ fast_forward.__name__ = "forward"  # pickle finds a bound method by its name
 
 
 def _stock_forward(
-    layer: nn.Module, site: registry.Site, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module,
+    site: registry.Site,
+    reason: str,
+    hidden_states: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """The class's own forward, checkpointed where the plan says recompute (the layer's own flag is off)."""
+    """The class's own forward, checkpointed where the plan says recompute (the layer's own flag is off).
+
+    Two reasons are gone when the backward runs the layer again, and the pieces inside would then decide otherwise than
+    in the forward: `stock_only` and transformers' collector. Such a layer runs stock to its last piece, both times.
+    """
     stock = partial(type(layer).forward, layer, **kwargs)
     no_cache = all(kwargs.get(name) is None for name in CACHE_NAMES)
     if site.level == "recompute" and layer.training and torch.is_grad_enabled() and no_cache:
         checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
+            if reason in (registry.DISABLED, ATTENTIONS):
+                stock = partial(_all_stock, stock)
             return checkpoint(stock, hidden_states, *args)
     return stock(hidden_states, *args)
+
+
+def _all_stock(forward: Any, *args: Any) -> Any:
+    with registry.stock_only():
+        return forward(*args)
 
 
 def bind(layer: nn.Module) -> str | None:
@@ -213,9 +234,29 @@ def bind(layer: nn.Module) -> str | None:
             layer.forward = types.MethodType(fast_forward, layer)
         return None
     if bound is not None and function is not type(layer).forward:
-        return "the layer has its own forward (another library's)"
+        return OWN_FORWARD
     layer.forward = types.MethodType(fast_forward, layer)  # over a class method bound by unpickling, too
     return None
+
+
+def is_bound(layer: nn.Module) -> bool:
+    """Whether calling `layer` reaches `fast_forward`, directly or through the forward that accelerate's hooks wrap."""
+    places = (layer.__dict__.get("forward"), layer.__dict__.get("_old_forward"))
+    return any(getattr(place, "__func__", None) is fast_forward for place in places)
+
+
+def rebind(layer: nn.Module) -> None:
+    """Bind a planned layer that lost its binding (unpickled, or a foreign forward went); else count it as stock."""
+    site = registry.site_of(layer)
+    assert site is not None
+    reason = bind(layer)
+    if reason is None:
+        site.reason = None if site.reason == OWN_FORWARD else site.reason
+    elif site.reason is None or site.reason == reason:
+        site.reason = reason
+        site.ran_stock(reason)
+    if site.level == "recompute":  # whoever runs the layer checkpoints it: we by the plan, others by its own flag
+        layer.gradient_checkpointing = reason is not None
 
 
 def unbind(layer: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """What each model family is, as data. Adding a family is adding a declaration here; there is no code per family.
 
-A declaration says which classes of a transformers module play which part and which of the few variations they have. What a
-declaration cannot express runs stock. Sources: the modeling files of transformers 5.17 to 5.24, compared class by class.
+A declaration says which classes of a transformers module play which part and which of the few variations they have.
+What a declaration cannot express runs stock. Sources: the modeling files of transformers 5.17 to 5.24, compared class
+by class.
 """
 
 from __future__ import annotations

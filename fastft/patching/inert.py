@@ -1,9 +1,9 @@
 """The class patches of `import fastft`: methods that call the saved original unless the instance carries a plan.
 
-This file is all that an import costs: it knows class names and signatures, not kernels. What a planned instance runs is
-looked up on its first call (`modules.py`, `causal_lm.py`), which is when Triton is imported. A method whose signature is not
-the one we were written against is left alone, with the reason kept for the report. Decoder-layer classes are never touched
-(see `decoder_layer.py`).
+This file is all that an import costs: it knows class names and signatures, not kernels. What a planned instance runs
+is looked up on its first call (`modules.py`, `causal_lm.py`), which is when Triton is imported. A method whose
+signature is not the one we were written against is left alone, with the reason kept for the report. Decoder-layer
+classes are never touched (see `decoder_layer.py`).
 """
 
 from __future__ import annotations

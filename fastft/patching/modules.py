@@ -1,7 +1,8 @@
 """RMSNorm, MLP and attention of planned models, called by the inert class methods of `inert.py`.
 
-They serve where the whole decoder layer cannot be one node (a DoRA adapter, dropout, a hook) and where no layer is around (the
-final norm, generation). Each piece decides for itself, so one odd projection costs that projection, not the layer.
+They serve where the whole decoder layer cannot be one node (a DoRA adapter, dropout, a hook) and where no layer is
+around (the final norm, generation). Each piece decides for itself, so one odd projection costs that projection, not
+the layer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from fastft.autograd import mlp_half
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.mlp_half import apply_mlp
-from fastft.autograd.projection import Projection, apply_group
+from fastft.autograd.projection import Projection, apply_group, operands
 from fastft.functional import rms_norm, rope
 from fastft.patching import registry
 from fastft.patching.attention import attention_callable
-from fastft.patching.decoder_layer import CACHE_NAMES, FLOATS, global_hooks, wants_attentions
+from fastft.patching.decoder_layer import ATTENTIONS, CACHE_NAMES, FLOATS, global_hooks, wants_attentions
 from fastft.patching.families import Family
 from fastft.patching.peft import ProjectionReader, hooked
 
@@ -86,7 +87,7 @@ def mlp_forward(self: Any, family: Family, original: Callable[..., Any], x: Tens
     rows = x.reshape(-1, x.shape[-1])
     dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
     with suspended(x.device.type):
-        output, _ = mlp_half.forward(rows.to(dtype), (gate, up), down)
+        output, _ = mlp_half.forward(rows.to(dtype), (gate, up), down, operands([(gate, up), [down]], dtype))
     return output.view(x.shape)  # type: ignore[union-attr]
 
 
@@ -125,7 +126,7 @@ def _attention_reason(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | No
     if not torch.is_grad_enabled():
         return registry.GENERATING
     if wants_attentions():
-        return "attention weights are asked for (output_attentions)"
+        return ATTENTIONS
     return "global module hooks are installed" if global_hooks() else None
 
 

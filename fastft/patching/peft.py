@@ -1,8 +1,9 @@
 """Reading a projection as it stands: base weight, bias, and the one active adapter, or the reason why it must run stock.
 
 PEFT's state changes between calls (adapters switched, merged, disabled, deleted; weights replaced by `.to`, FSDP or
-DeepSpeed), so nothing that can change is remembered. What is remembered, per module and only while every object is still
-the same, is the way to it: walking `nn.Module.__getattr__` for 224 projections costs 6 ms a forward, the dictionaries 0.6.
+DeepSpeed), so nothing that can change is remembered. What is remembered, per module and only while every object is
+still the same, is the way to it: walking `nn.Module.__getattr__` for 224 projections costs 6 ms a forward, the
+dictionaries 0.6.
 """
 
 from __future__ import annotations
@@ -21,12 +22,26 @@ _LORA_CLASSES = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4b
 def hooked(attributes: dict[str, Any]) -> bool:
     """Whether a module (by its `__dict__`) has a hook or an instance forward: calling it is not just its class forward."""
     return bool(
-        attributes["_forward_hooks"]
+        (attributes["_forward_hooks"] and not all(map(_captures_outputs, attributes["_forward_hooks"].values())))
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
+        or ("forward" in attributes and _foreign(attributes["forward"]))
     )
+
+
+def _captures_outputs(hook: Any) -> bool:
+    """Whether `hook` is the one transformers leaves on modules for good after the first `output_hidden_states=True`.
+
+    On the parts a fused layer bypasses it collects attention weights only, and asking for those is looked at per call.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _foreign(forward: Any) -> bool:
+    """Whether an instance forward is more than the class's own (accelerate leaves that behind) or our CPU repair."""
+    function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return function is None or (function is not type(owner).forward and not bitsandbytes.is_repair(function))
 
 
 def _class_name(module: nn.Module) -> str:
@@ -93,7 +108,7 @@ class ProjectionReader:
             elif adapter is not None:
                 return adapter
         attributes = self._base_attributes
-        if hooked(attributes) and not bitsandbytes.repairs(self._base):
+        if hooked(attributes):
             return f"{self.name}'s base layer has a hook or its own forward"
         parameters = attributes["_parameters"]
         weight = self._weight(parameters["weight"], dtype, autocast)
@@ -116,7 +131,9 @@ class ProjectionReader:
         if state is None:
             return f"{self.name} is not quantized yet"
         if getattr(state, "packing_format_for_cpu", False):
-            return f"{self.name} was repacked by bitsandbytes for CPU inference before fastft saw it; load the model again"
+            return (
+                f"{self.name} was repacked by bitsandbytes for CPU inference before fastft saw it; load the model again"
+            )
         compute = self._base_attributes["compute_dtype"]
         if compute is not None and compute != dtype and not autocast:
             return (

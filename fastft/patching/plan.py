@@ -1,7 +1,8 @@
 """`patch(model)` plans one loaded model; `unpatch()` takes plans and class patches away again.
 
-Planning writes a `Site` into the modules it found, binds the decoder layers, and registers one pre-hook on the backbone. It is
-idempotent: planning again looks at the model anew (adapters added since, modules exchanged) and keeps levels and counters.
+Planning writes a `Site` into the modules it found, binds the decoder layers, and registers one pre-hook on the
+backbone. It is idempotent: planning again looks at the model anew (adapters added since, modules exchanged) and keeps
+levels and counters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def inner_model(model: nn.Module) -> Any:
     return get_base_model() if get_base_model is not None and hasattr(model, "peft_config") else model
 
 
-def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None) -> Any:
+def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None = None) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object with the same parameters.
 
     Idempotent. What does not fit runs stock, that piece alone; `fastft.report(model)` lists every site. An architecture
@@ -33,7 +34,8 @@ def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel` around one.
-        strict: raise where a part would run stock, now and in any later forward (generation excepted).
+        strict: raise where a part would run stock, now and in any later forward (generation excepted). None keeps what an
+            earlier `patch` said (at first False).
         max_seq_length: longest document the model accepts, in tokens; None sets no limit.
 
     Returns:
@@ -53,8 +55,11 @@ def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None
     family = FAMILIES.get(str(model_type))
     body = getattr(inner, getattr(inner, "base_model_prefix", "") or "", inner)
     if family is None or type(body).__module__ != family.module:
-        _unknown(str(model_type), strict)
+        _unknown(str(model_type), bool(strict))
         return model
+    planned = registry.site_of(body)
+    if strict is None:
+        strict = planned is not None and planned.strict
     checkpointing.install()
     inert.install(family)
     reason = "loaded with use_kernels=True: hub kernels are in place" if getattr(inner, "_use_kernels", False) else None
@@ -65,7 +70,7 @@ def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None
         body_site.max_seq_length = max_seq_length
     backbone.install(body)
     bitsandbytes.repair_on_cpu(inner)
-    checkpointing.take_over(inner)
+    checkpointing.take_over(inner, planning=True)
     registry.planned_models().add(inner)
     trl.install()
     if strict:
@@ -74,9 +79,7 @@ def patch(model: Any, *, strict: bool = False, max_seq_length: int | None = None
 
 
 def _unknown(model_type: str, strict: bool) -> None:
-    message = (
-        f"fastft: model_type {model_type!r} has no fast parts yet (known: {', '.join(sorted(FAMILIES))}); the model runs stock."
-    )
+    message = f"fastft: model_type {model_type!r} has no fast parts yet (known: {', '.join(sorted(FAMILIES))}); the model runs stock."
     if strict:
         raise RuntimeError(message + " strict=True forbids that.")
     if model_type not in _warned:
@@ -86,7 +89,12 @@ def _unknown(model_type: str, strict: bool) -> None:
 
 def _plan_modules(body: nn.Module, inner: nn.Module, family: Family, strict: bool, reason: str | None) -> None:
     """Write a plan into every module that plays a part."""
-    parts: dict[str, registry.Part] = {"RMSNorm": "norm", "MLP": "mlp", "Attention": "attention", "DecoderLayer": "decoder layer"}
+    parts: dict[str, registry.Part] = {
+        "RMSNorm": "norm",
+        "MLP": "mlp",
+        "Attention": "attention",
+        "DecoderLayer": "decoder layer",
+    }
     known = {family.prefix + suffix: part for suffix, part in parts.items()}
     prefix = "" if body is inner else f"{getattr(inner, 'base_model_prefix', 'model')}."
     _write(body, "model", prefix.rstrip("."), family, strict, reason)
@@ -184,4 +192,3 @@ def patched() -> list[str]:
         lines.append("trl.trainer.utils._ChunkedLogProbFunction")
     lines += [f"{type(m).__qualname__} instance at {id(m):#x}" for m in registry.planned_models()]
     return lines
-

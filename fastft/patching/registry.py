@@ -1,11 +1,12 @@
 """What was exchanged, where, and why not: class patches by identity, plans per module, and the report.
 
-A *class patch* is a method swapped on a transformers class for a version that calls the saved original unless the instance
-carries a plan. It is recorded here so that `unpatch()` restores the very object that was there, and leaves alone a method
-that somebody else has replaced since.
+A *class patch* is a method swapped on a transformers class for a version that calls the saved original unless the
+instance carries a plan. It is recorded here so that `unpatch()` restores the very object that was there, and leaves
+alone a method that somebody else has replaced since.
 
-A *plan* is a `Site` in a module's `__dict__["_fastft"]`: pure data, so it survives deepcopy, pickle and PEFT surgery and
-never appears in a state dict. It also counts what ran, because a report that says fast while stock runs is a defect.
+A *plan* is a `Site` in a module's `__dict__["_fastft"]`: pure data, so it survives deepcopy, pickle and PEFT surgery
+and never appears in a state dict. It also counts what ran, because a report that says fast while stock runs is a
+defect.
 """
 
 from __future__ import annotations

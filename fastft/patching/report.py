@@ -88,7 +88,14 @@ def report(model: Any) -> Report:
         runs, reason = _verdict(site, module, dtype, layers_fast)
         groups.setdefault((_pattern(site.path), runs, reason), []).append(site)
     rows = tuple(
-        Row(_span(key[0], sites), len(sites), key[1], key[2], sum(s.fast_runs for s in sites), sum(s.stock_runs for s in sites))
+        Row(
+            _span(key[0], sites),
+            len(sites),
+            key[1],
+            key[2],
+            sum(s.fast_runs for s in sites),
+            sum(s.stock_runs for s in sites),
+        )
         for key, sites in groups.items()
     )
     return Report(title, rows, _notes(found))
@@ -131,7 +138,11 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
         notes.append(f"{empty} batches had no supervised token and added 0 to the loss")
     from fastft.patching import bitsandbytes
 
-    repaired = sum(bitsandbytes.repairs(module) for site, top in found if site.part == "loss" for module in top.modules())
+    repaired = sum(
+        bitsandbytes.repairs(module) for site, top in found if site.part == "loss" for module in top.modules()
+    )
     if repaired:
-        notes.append(f"{repaired} 4-bit layers run on fastft's dequantization: bitsandbytes' CPU kernel is wrong for their width")
+        notes.append(
+            f"{repaired} 4-bit layers run on fastft's dequantization: bitsandbytes' CPU kernel is wrong for their width"
+        )
     return tuple(notes)

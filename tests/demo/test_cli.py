@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
+import click
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,8 +22,19 @@ from tests import support
 RUNNER = CliRunner()
 
 
-def invoke(*arguments: Any) -> Any:
-    return RUNNER.invoke(app, [str(argument) for argument in arguments], terminal_width=200)
+@dataclass(frozen=True)
+class Outcome:
+    """Exit status and everything printed, without colours, frames and line breaks."""
+
+    exit_code: int
+    output: str
+
+
+def invoke(*arguments: Any) -> Outcome:
+    result = RUNNER.invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, " ".join(click.unstyle(result.output).replace("│", " ").split()))
 
 
 @pytest.fixture
@@ -92,14 +106,32 @@ def test_an_unknown_model_is_an_error_in_words(tmp_path: pathlib.Path) -> None:
     assert "nothing-here" in result.output
 
 
+def test_messages_need_a_chat_template(tmp_path: pathlib.Path, tiny_folder: pathlib.Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_folder, plain)
+    (plain / "chat_template.jinja").unlink()
+    dataset = write_rows(tmp_path / "rows.jsonl", messages=True)
+    result = invoke("demo", "--model", plain, "--dataset", dataset, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "no chat template" in result.output
+
+
+def test_an_output_that_cannot_be_made_is_an_error_in_words(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    result = invoke("demo", "--output", tmp_path / "file" / "inside")
+    assert result.exit_code == 1
+    assert "cannot make the output folder" in result.output
+
+
 def test_version_and_help() -> None:
     assert invoke("--version").output.startswith("fastft ")
     assert "demo" in invoke("--help").output
 
 
 def test_the_command_line_loads_no_heavy_library() -> None:
-    """`fastft --help` must answer at once, so transformers, peft, trl and bitsandbytes wait for a command that needs them."""
-    script = "import sys, fastft.cli; print(sorted({'peft', 'trl', 'bitsandbytes', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    """These wait for a command that needs them, so that `fastft --help` costs no more than `import fastft`."""
+    heavy = {"peft", "trl", "bitsandbytes", "datasets", "matplotlib"}
+    script = f"import sys, fastft.cli; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.strip() == "[]"
 
@@ -165,12 +197,11 @@ def test_what_fails_after_training_finds_the_adapter_saved(
     import fastft
 
     def fail(model: Any) -> None:
-        raise ValueError("report broke")
+        raise RuntimeError("report broke")
 
     monkeypatch.setattr(fastft, "report", fail)
     dataset = write_rows(tmp_path / "rows.jsonl", messages=False)
     output = tmp_path / "out"
-    result = invoke("demo", "--model", tiny_folder, "--dataset", dataset, "--steps", 1, "--output", output)
-    assert result.exit_code == 1
-    assert "report broke" in result.output
+    with pytest.raises(RuntimeError, match="report broke"):
+        invoke("demo", "--model", tiny_folder, "--dataset", dataset, "--steps", 1, "--output", output)
     assert (output / "adapter" / "adapter_model.safetensors").is_file()

@@ -2,7 +2,7 @@
 
 The launcher's own arguments, shape table and settings are what gets compiled, so this table cannot drift from them.
 To add a kernel file, write a function `dtype -> list of Launch` and enter it in TABLE. The first launch of each kernel
-(in the order written) is compiled for every GPU and dtype, the others for one GPU a dtype.
+(in the order written) is compiled for every GPU and dtype, the others in fp16 for a T4 and in bf16 for a Hopper.
 """
 
 from __future__ import annotations
@@ -125,9 +125,39 @@ def nf4_launches(dtype: torch.dtype) -> list[Launch]:
     ]
 
 
+def cross_entropy_launches(dtype: torch.dtype) -> list[Launch]:
+    from fastft.kernels.cross_entropy import OPTIONAL_OUTPUTS, cross_entropy, cross_entropy_backward
+
+    def chunk(vocabulary: int, rows: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:
+        return meta(rows, vocabulary, dtype=dtype), meta(rows, dtype=torch.int64)
+
+    def forward(vocabulary: int, **options: object) -> Callable[[], object]:
+        logits, targets = chunk(vocabulary)
+        return lambda: cross_entropy(logits, targets, **options)
+
+    def backward(vocabulary: int, entropy: bool, **options: object) -> Callable[[], object]:
+        logits, targets = chunk(vocabulary)
+        row, statistics = meta(2048, dtype=torch.float32), meta(7, 2048, dtype=torch.float32)
+        extra = {"grad_entropy": row} if entropy else {}
+        return lambda: cross_entropy_backward(logits, targets, statistics, grad_log_probs=row, **extra, **options)
+
+    # The forward's loads are asynchronous copies of 16 bytes, which `wide` does not look at.
+    everything = {"softcap": 30.0, "logit_scale": 0.5, "temperature": 0.7, "label_smoothing": 0.1}
+    return [
+        Launch("128256 for SFT", forward(128256, outputs=("entropy", "is_top1")), wide=False),
+        Launch("128256 backward", backward(128256, False)),
+        Launch("49152 without gradient", forward(49152, write_gradient=False), wide=False),
+        Launch("256000 with everything", forward(256000, outputs=OPTIONAL_OUTPUTS, **everything), wide=False),
+        Launch("256000 backward with everything", backward(256000, True, **everything)),
+        Launch("odd vocabulary", forward(50257), wide=False),
+        Launch("odd vocabulary backward", backward(97, True), wide=False),
+    ]
+
+
 TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "rms_norm": rms_norm_launches,
     "rope": rope_launches,
     "swiglu": swiglu_launches,
     "nf4": nf4_launches,
+    "cross_entropy": cross_entropy_launches,
 }

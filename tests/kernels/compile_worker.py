@@ -3,12 +3,14 @@
     python -m tests.kernels.compile_worker rms_norm
 
 Nothing is executed and no GPU is needed: Triton carries its own assembler. A launch is recorded where it would reach
-the driver, and its arguments are specialized as the just-in-time path does (pointers and widths by 16, one as constant).
+the driver, and its arguments are specialized as the just-in-time path does (pointers and widths by 16, one as a
+constant).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 
@@ -21,7 +23,11 @@ from fastft.kernels import backend
 from tests.kernels.compile_table import TABLE
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
-ONE_GPU = {torch.float16: 75, torch.bfloat16: 90, torch.float32: 80}  # for launches that vary a kernel's first one
+ONE_GPU = {
+    torch.float16: (75,),
+    torch.bfloat16: (90,),
+    torch.float32: (),
+}  # for launches that vary a kernel's first one
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {
     torch.float16: "*fp16",
@@ -33,6 +39,8 @@ POINTERS = {
     torch.bool: "*i1",
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+
+INT64_OFFSET = re.compile(r"tt\.addptr .*, (tensor<[^>]*xi64>|i64)")  # scalar where a program takes one row
 
 Recorded = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 
@@ -72,7 +80,9 @@ def source(kernel: triton.JITFunction, arguments: tuple[object, ...], settings: 
             return "fp32"
         if isinstance(value, torch.Tensor) or (specialized and value % 16 == 0):
             attributes[path] = [["tt.divisibility", 16]]
-        return POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32" if -(2**31) <= value < 2**31 else "i64"
+        return (
+            POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32" if -(2**31) <= value < 2**31 else "i64"
+        )
 
     for index, parameter in enumerate(kernel.params):
         signature[parameter.name] = specialize((index,), values[parameter.name], parameter.is_constexpr)
@@ -88,13 +98,13 @@ def compiled(file: str) -> Iterator[dict[str, object]]:
             for kernel, arguments, settings in record(launch.call):
                 first = (kernel.__name__, dtype_name) not in seen
                 seen.add((kernel.__name__, dtype_name))
-                for capability in CAPABILITIES if first else (ONE_GPU[dtype],):
+                for capability in CAPABILITIES if first else ONE_GPU[dtype]:
                     if capability < 80 and dtype == torch.bfloat16:
                         continue  # bf16 begins with Ampere
                     options = {name: settings[name] for name in OPTIONS if name in settings}
                     target = GPUTarget("cuda", capability, 32)
                     binary = triton.compile(source(kernel, arguments, settings), target=target, options=options)
-                    ptx = binary.asm["ptx"]
+                    ptx, ttir = binary.asm["ptx"], binary.asm["ttir"]
                     yield {
                         "kernel": kernel.__name__,
                         "launch": launch.name,
@@ -102,7 +112,8 @@ def compiled(file: str) -> Iterator[dict[str, object]]:
                         "capability": capability,
                         "shared": binary.metadata.shared,
                         "cubin": len(binary.asm["cubin"]),
-                        "atomics": "atom." in ptx or "red.global" in ptx,
+                        "atomics": "tt.atomic" in ttir,
+                        "int64_offsets": bool(INT64_OFFSET.search(ttir)),
                         "wide": _moves_128_bits(ptx, "ld.global") and _moves_128_bits(ptx, "st.global"),
                         "must_be_wide": launch.wide,
                     }
