@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from fastft.autograd.first_order import first_order
 from fastft.autograd.linear_cross_entropy import linear_cross_entropy
 from fastft.autograd.projection import lora_linear
 from fastft.kernels import nf4
@@ -159,7 +159,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x, grad_weight = rms_norm_kernels.rms_norm_backward(
@@ -175,7 +175,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_kernels.swiglu(gate, up)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         gate, up = ctx.saved_tensors
         _, grad_gate, grad_up = swiglu_kernels.swiglu_backward(grad, gate, up, needs_product=False)
@@ -193,7 +193,7 @@ class _RoPE(torch.autograd.Function):
         return q_rotated, cast(torch.Tensor, k_rotated)  # None only where k is
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_q = grad_q if ctx.needs_input_grad[0] else None

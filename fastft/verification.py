@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.kernels.rms_norm import rms_norm_torch
+from fastft.kernels.rms_norm import NormMode, rms_norm_torch
 from fastft.patching import bitsandbytes, causal_lm, registry
 from fastft.patching.families import FAMILIES
 from fastft.patching.plan import inner_model, unplan
@@ -151,7 +152,8 @@ def verify(
     Args:
         model: a planned transformers or PEFT model with something to train.
         batch: keywords of the model call, with `labels`; tensors on the model's device.
-        reference: also run a dense copy in this dtype (`torch.float64`; needs that much memory) and measure both against it.
+        reference: also run a dense copy in this dtype (`torch.float64`; needs that much memory), and measure both
+            against it.
         autocast: run both under autocast in this dtype, as Trainer does with `bf16=True`.
         seed: seeds the random B matrices (of adapters that are still at zero) and dropout.
 
@@ -237,11 +239,11 @@ def _norm(grads: Mapping[str, Tensor | None]) -> float:
 
 
 def _model_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    return model(**batch).loss  # type: ignore[no-any-return]
+    return model(**batch).loss
 
 
 def precise_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """The causal-LM loss in the logits' own dtype: transformers casts them to float32 first, whatever the model is in."""
+    """The causal-LM loss in the logits' own dtype: transformers casts them to float32 first, whatever they are."""
     targets = causal_lm.shifted_labels(dict(batch)).reshape(-1)
     loss_only = ("labels", "shift_labels", "num_items_in_batch")
     logits = model(**{name: value for name, value in batch.items() if name not in loss_only}).logits
@@ -295,20 +297,24 @@ def _prepared(model: nn.Module, trainable: Mapping[str, nn.Parameter], seed: int
 def dense_copy(model: Any, dtype: torch.dtype) -> Any:
     """An unplanned deep copy in `dtype`: 4-bit layers are dense layers of the dequantized weights.
 
-    Its norms compute in `dtype` too (transformers' own compute in float32, which would tie the reference to stock's rounding).
+    Its norms compute in `dtype` too: transformers' own compute in float32, which would tie the reference to stock's.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
         site = registry.site_of(module)
         if site is not None and site.part == "norm":
             mode = FAMILIES[site.model_type].norm_mode
-            module.forward = lambda x, m=module, mode=mode: rms_norm_torch(x, m.weight, m.variance_epsilon, mode=mode)[0]
+            module.forward = functools.partial(_norm_in_own_dtype, module, mode)
     unplan(twin)
     for module in list(twin.modules()):
         for name, child in list(module.named_children()):
             if bitsandbytes.is_linear4bit(child):
                 setattr(module, name, _dense_linear(child, dtype))
     return twin.to(dtype)
+
+
+def _norm_in_own_dtype(module: Any, mode: NormMode, x: Tensor) -> Tensor:
+    return rms_norm_torch(x, module.weight, module.variance_epsilon, mode=mode)[0]
 
 
 def _dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:

@@ -2,7 +2,7 @@
 
 Attention-in:   X̂ = RMSNorm(x);  Q, K, V = projections of X̂;  [Qwen3: Q, K = RMSNorm over head_dim];  Q, K = RoPE(Q, K)
 Attention:      O = softmax(Q Kᵀ / √d + mask) V — transformers' own interface, a callable here
-Attention-out:  the output projection of O, a group of one (its residual add is the second norm's kernel: decoder_layer.py)
+Attention-out:  the output projection of O, a group of one; its residual add is in the second norm's kernel
 
 RoPE turns Q and K where the projections wrote them, [batch, sequence, heads, head_dim], in one launch: no layout is
 copied. Its backward is the transpose rotation of dQ and dK, in place on buffers that attention's backward has just
@@ -136,7 +136,7 @@ def attend(saved: SavedIn, attention: Attention, state: AutocastState, with_grap
 
 
 def attend_backward(grad: Tensor, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV `[batch, sequence, heads, head_dim]` (contiguous) from dO `[tokens, heads · head_dim]`; frees the graph."""
+    """dQ, dK, dV `[batch, sequence, heads, head_dim]`, contiguous, from dO `[tokens, heads · head_dim]`."""
     assert attended.graph is not None
     output, *leaves = attended.graph
     attended.graph = None
@@ -220,5 +220,6 @@ def backward_in(
 def _head_norm_backward(
     grad: Tensor, raw: Tensor | None, norm: Norm, inverse_rms: Tensor | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    assert raw is not None and inverse_rms is not None
+    assert raw is not None
+    assert inverse_rms is not None
     return rms_norm_backward(grad, raw, norm.weight, inverse_rms, mode=norm.mode, needs_weight_grad=needs_weight)

@@ -1,4 +1,4 @@
-"""Autocast as a value: what it was when the forward ran, suspended around our own arithmetic, restored around attention.
+"""Autocast as a value: as it was when the forward ran, suspended around our arithmetic, restored around attention.
 
 The pairs choose their compute dtype once and cast by hand, so ambient autocast must not cast a second time;
 transformers' attention, on the other hand, was written to run under it. A backward may run in a thread or a context

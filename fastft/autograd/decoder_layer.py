@@ -6,8 +6,8 @@ One node instead of some thirty: an eager autograd node costs the host 0.03–0.
 forward and the backward is decided here rather than by thirty modules. Two levels:
 
 keep        saves x, 1/rms, Q, K, V, O, h, G, U and the small X Aᵀ; the backward makes the two norms and SwiGLU again.
-recompute   saves x alone; the backward runs the layer again except for the down projection, whose output nobody needs, and
-            hands the dense weights it has just dequantized to the products of the backward that follow.
+recompute   saves x alone; the backward runs the layer again except for the down projection, whose output nobody needs,
+            and hands the dense weights it has just dequantized to the products of the backward that follow.
 
 The residual gradient travels inside the norm's backward kernel (dh = d RMSNorm + dy in one store), and the residual
 add of attention's output inside the second norm's forward kernel. Rounding follows transformers: each projection's
@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastft.autograd import attention_half, mlp_half, projection
 from fastft.autograd.attention_half import Attended, Attention, Heads, Norm, SavedIn
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import (
     LEAVES,
     Operands,
@@ -127,7 +127,7 @@ N_SAVED = len(SavedIn._fields) + len(Saved._fields) - 2 + len(mlp_half.Saved._fi
 
 @dataclass(slots=True)
 class Kept:
-    """What a recomputation hands to the backward right after it, beyond `Saved`: things that are cheap to hold for that long."""
+    """What a recomputation hands to the backward right after it, beyond `Saved`: cheap to hold for that long."""
 
     qkv: list[Tensor] = field(default_factory=list)  # dense base weights
     output: list[Tensor] = field(default_factory=list)
@@ -249,7 +249,8 @@ def backward(
     del mlp, normed_h
     if kept is not None:
         kept.gate_up.clear()
-    assert grad_normed is not None and attended is not None
+    assert grad_normed is not None
+    assert attended is not None
     grad_h, grad_post = rms_norm_backward(
         grad_normed, h, norm.weight, inverse_rms, mode=norm.mode, residual_grad=grad, needs_weight_grad=needs_norms[1]
     )
@@ -287,21 +288,21 @@ def backward(
 
 
 class _DecoderLayer(torch.autograd.Function):
-    """Autograd shell. `needs_input_grad` is True and grad mode off in every Function's forward: callers decide before."""
+    """Autograd shell. In a Function's forward `needs_input_grad` is always True and grad mode off: callers decide."""
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor, *leaves: Tensor | None) -> Tensor:
         keep = call.level == "keep"
-        # Ambient autocast stays on: every product's operands are in its dtype already, and attention is meant to see it.
+        # Ambient autocast stays on: every product's operands are in its dtype already, and attention is to see it.
         adapters = call.operands(call.autocast.compute_dtype(x.dtype))
         y, saved, attended = forward(x, cos, sin, call, adapters, with_graph=keep)
-        # Adapters in the compute dtype are a copy worth one megabyte a layer (8B, r=16): kept, they are cast once a step.
+        # Adapters in the compute dtype are a copy of one megabyte a layer (8B, r=16): kept, they are cast once a step.
         ctx.call, ctx.adapters, ctx.attended = call, adapters, attended if keep else None
         ctx.save_for_backward(x, cos, sin, *leaves, *(saved.flatten() if keep else ()))
         return y  # type: ignore[return-value]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, *rest = ctx.saved_tensors
         saved = Saved.restore(rest[-N_SAVED:]) if ctx.call.level == "keep" else None

@@ -33,9 +33,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.first_order import first_order
 from fastft.kernels.cross_entropy import (
     OPTIONAL_OUTPUTS,
     STATISTICS,
@@ -430,7 +430,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: None) -> Any:
         saved = ctx.saved._replace(tensors=SavedTensors(*ctx.saved_tensors))
         with suspended(ctx.device_type):

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastft.autograd import projection
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import (
     LEAVES,
     Operands,
@@ -159,7 +159,7 @@ class _MLP(torch.autograd.Function):
         return output.view(x.shape)  # type: ignore[union-attr]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *rest = ctx.saved_tensors
         saved, leaves = Saved(*rest[: len(Saved._fields)]), rest[len(Saved._fields) :]

@@ -1,6 +1,6 @@
 """Linear projections with low-rank adapters, alone or in a group that shares its input.
 
-    Y_i = X W_iᵀ + b_i + s_i (X A_iᵀ) B_iᵀ          X [tokens, in], W_i [out_i, in], A_i [rank_i, in], B_i [out_i, rank_i]
+    Y_i = X W_iᵀ + b_i + s_i (X A_iᵀ) B_iᵀ      X [tokens, in], W_i [out_i, in], A_i [rank_i, in], B_i [out_i, rank_i]
 
 The backward, with U_i = s_i dY_i B_i  [tokens, rank_i]:
 
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.first_order import first_order
 from fastft.kernels.nf4 import QuantizedWeight, dequantize
 
 LEAVES = 4  # tensors a projection can train: weight, bias, lora_a, lora_b
@@ -147,7 +147,7 @@ def forward(
         keep_weights: a list to which the dense base weights are appended, for a backward that follows at once.
 
     Returns:
-        Y_i `[tokens, out_i]` in the compute dtype, freshly allocated; and X Aᵀ `[tokens, Σ rank]` (None without adapters).
+        Y_i `[tokens, out_i]` in the compute dtype, freshly allocated; X Aᵀ `[tokens, Σ rank]` (None without adapters).
     """
     dtype = x.dtype
     low_rank = None if adapters.stacked_a is None else torch.mm(x, adapters.stacked_a.t())
@@ -283,7 +283,7 @@ class _ProjectionGroup(torch.autograd.Function):
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, low_rank, *leaves = ctx.saved_tensors
         group = restore_leaves(ctx.group, leaves)

@@ -35,7 +35,7 @@ from fastft.demo.rows import Row, TaskData
 MAX_SEQ_LENGTH = 2048
 ROWS_PER_STEP = 8
 MOST_DEFAULT_STEPS = 300
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
 RANK = 16
 LORA_ALPHA = 32
 SEED = 3407
@@ -148,7 +148,7 @@ def _build_trainer(
     config = SFTConfig(
         output_dir=str(output),
         max_steps=steps,
-        # Batches at random, not by length: rows of one length are of one command, and learning one forgot the others.
+        # Batches at random: grouped by length they would be grouped by command too, and the loss jumps between groups.
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=ROWS_PER_STEP // rows,
         per_device_eval_batch_size=rows,

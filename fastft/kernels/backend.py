@@ -86,10 +86,10 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)` without what Triton derives anew at every call.
 
-    Triton's own launch takes the host 40 to 60 µs: it binds the signature, specializes each argument and hashes the result
-    to find the compiled kernel. A decoder layer launches some twenty, so the compiled kernel is remembered here under
-    a key at least as fine as Triton's (dtype and alignment of tensors; 1, divisibility by 16 and width of integers), and
-    launched directly.
+    Triton's own launch binds the signature, specializes each argument and hashes the result to find the compiled
+    kernel. A decoder layer launches some twenty, and at a few thousand tokens the host is what a step waits for. So the
+    compiled kernel is remembered here, under a key at least as fine as Triton's (dtype and alignment of tensors; 1,
+    divisibility by 16 and width of integers), and launched directly.
 
     Args:
         kernel: a `triton.jit` function.

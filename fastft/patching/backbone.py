@@ -25,6 +25,7 @@ def before_forward(
     if site is None or registry.runs_stock_only():
         return None
     trl.install()
+    registry.running_backbones().add(module)
     for layer in module._modules["layers"]._modules.values():  # type: ignore[union-attr]
         if not decoder_layer.is_bound(layer) and registry.site_of(layer) is not None:  # type: ignore[arg-type]
             decoder_layer.rebind(layer)  # type: ignore[arg-type]
@@ -57,27 +58,28 @@ def _check_length(limit: int, row: int, kwargs: dict[str, Any]) -> None:
         longest = row if positions is None else int(positions.max()) + 1
     if int(longest) > limit:
         raise ValueError(
-            f"fastft: a document of {int(longest)} tokens reached a model loaded with max_seq_length={limit}. Nothing was "
-            f"truncated. Load with max_seq_length={int(longest)} or more, or shorten the data (SFTConfig(max_length={limit}))."
+            f"fastft: a document of {int(longest)} tokens reached a model loaded with max_seq_length={limit}. Nothing "
+            f"was truncated. Load with max_seq_length={int(longest)} or more, or shorten the data "
+            f"(SFTConfig(max_length={limit}))."
         )
 
 
 def _check_padding(module: nn.Module, site: registry.Site, ids: Any, kwargs: dict[str, Any]) -> None:
-    """Warn once about pads without a mask; looks at the first few forwards only, because looking waits for the device."""
+    """Warn once about pads without a mask; looks at the first few forwards only: looking waits for the device."""
     if site.pad_checks <= 0 or not isinstance(ids, Tensor):
         return
     site.pad_checks -= 1
     pad: Any = getattr(module.config, "pad_token_id", None)  # type: ignore[union-attr]
     if pad is None or kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None:
         return
-    # Rows are padded at an end. One token there may be the text's own bos or eos where that is the pad too; two are pads.
+    # Rows are padded at an end. One token there may be the text's own bos or eos where that is the pad; two are pads.
     ends = (getattr(module.config, "bos_token_id", None), getattr(module.config, "eos_token_id", None))
     width = 2 if pad in ends else 1
     is_pad = ids == pad
     if ids.shape[1] > width and bool((is_pad[:, :width].all(1) | is_pad[:, -width:].all(1)).any()):
         site.pad_checks = 0
         warnings.warn(
-            f"fastft: the batch holds pad tokens (id {pad}) but no attention_mask came with it, so they are attended to. "
+            f"fastft: the batch holds pad tokens (id {pad}) and came without attention_mask: they are attended to. "
             "Pass the tokenizer's attention_mask.",
             stacklevel=2,
         )
@@ -106,13 +108,14 @@ def _isolate_documents(kwargs: dict[str, Any]) -> None:
         return
     if kwargs.get("use_cache"):
         raise ValueError(
-            "fastft: position_ids restart inside a row (packed documents) and use_cache=True was asked for; with a cache "
-            "the documents would attend to each other. Pass use_cache=False, or one document a row."
+            "fastft: position_ids restart inside a row (packed documents) and use_cache=True was asked for; with a "
+            "cache the documents would attend to each other. Pass use_cache=False, or one document a row."
         )
     if mask is not None and not bool((mask != 0).all()):
         raise ValueError(
-            "fastft: position_ids restart inside a row (packed documents) and attention_mask marks padding; transformers "
-            "would let the documents attend to each other. Pass attention_mask=None (padding-free rows), or one document a row."
+            "fastft: position_ids restart inside a row (packed documents) and attention_mask marks padding; "
+            "transformers would let the documents attend to each other. Pass attention_mask=None (padding-free rows), "
+            "or one document a row."
         )
     kwargs["attention_mask"], kwargs["use_cache"] = None, False
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.linear_cross_entropy import EMPTY_BATCH, linear_cross_entropy
 from fastft.patching import registry
 from fastft.patching.families import Family
 from fastft.patching.peft import hooked
@@ -164,10 +166,12 @@ def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site
     Raises:
         ValueError: for a label outside the vocabulary.
     """
-    from fastft.autograd.linear_cross_entropy import linear_cross_entropy
-
     targets = shifted_labels(kwargs).to(hidden.device)
-    count = kwargs.get("num_items_in_batch")
+
+    def count_empty() -> None:
+        site.empty_batches += 1
+        if site.empty_batches == 1:
+            warnings.warn(EMPTY_BATCH, stacklevel=2)
 
     return linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -176,7 +180,8 @@ def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site
         bias=head.bias,  # type: ignore[arg-type]
         ignore_index=IGNORE_INDEX,
         reduction="mean",
-        num_items_in_batch=count,
+        num_items_in_batch=kwargs.get("num_items_in_batch"),
+        on_empty=count_empty,
     )
 
 

@@ -52,7 +52,7 @@ def wants_attentions() -> bool:
 
 
 class LayerReader:
-    """Reads one decoder layer into a `LayerCall` at every forward; remembers only the way, while the objects are the same.
+    """Reads one decoder layer into a `LayerCall` at every forward; remembers only the way, while objects are the same.
 
     Holds the layer's children, never the layer: `_readers` is keyed weakly by it.
     """
@@ -63,7 +63,8 @@ class LayerReader:
         self.family = family
         self._children: dict[str, Any] = layer._modules
         attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
-        assert attention is not None and mlp is not None
+        assert attention is not None
+        assert mlp is not None
         self._projections = [
             *(ProjectionReader(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
             *(ProjectionReader(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
@@ -81,7 +82,7 @@ class LayerReader:
 
     def structural_reason(self) -> str | None:
         """Why the layer as built cannot run as one node, or None."""
-        for owner, name, module, attributes in self._parts:
+        for _, name, module, attributes in self._parts:
             if hooked(attributes):
                 return f"{name} has a hook or its own forward"
             if name == "act_fn":

@@ -29,8 +29,8 @@ class Family:
         norm_mode: rounding mode of its RMSNorm (kernels/rms_norm.py).
         activations: `config.hidden_act` values that mean SiLU.
         head_norms: Q and K are normalized over head_dim (`q_norm`, `k_norm`).
-        attention_arguments: further keywords its attention passes to the attention interface, as a path from the attention
-            module ("sliding_window", "config.sliding_window").
+        attention_arguments: further keywords its attention passes to the attention interface, as a path from the
+            attention module ("sliding_window", "config.sliding_window").
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Reading a projection as it stands: base weight, bias, and the one active adapter, or the reason why it must run stock.
+"""Reading a projection as it stands: base weight, bias, the one active adapter, or the reason why it must run stock.
 
 PEFT's state changes between calls (adapters switched, merged, disabled, deleted; weights replaced by `.to`, FSDP or
 DeepSpeed), so nothing that can change is remembered. What is remembered, per module and only while every object is
@@ -20,7 +20,7 @@ _LORA_CLASSES = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4b
 
 
 def hooked(attributes: dict[str, Any]) -> bool:
-    """Whether a module (by its `__dict__`) has a hook or an instance forward: calling it is not just its class forward."""
+    """Whether a module (its `__dict__`) has a hook or an instance forward: calling it is not just its class forward."""
     return bool(
         (attributes["_forward_hooks"] and not all(map(_captures_outputs, attributes["_forward_hooks"].values())))
         or attributes["_forward_pre_hooks"]

@@ -27,15 +27,15 @@ def inner_model(model: nn.Module) -> Any:
 
 
 def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None = None) -> Any:
-    """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object with the same parameters.
+    """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
     Idempotent. What does not fit runs stock, that piece alone; `fastft.report(model)` lists every site. An architecture
     without a family declaration is left as it is, with one warning.
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel` around one.
-        strict: raise where a part would run stock, now and in any later forward (generation excepted). None keeps what an
-            earlier `patch` said (at first False).
+        strict: raise where a part would run stock, now and in any later forward (generation excepted). None keeps what
+            an earlier `patch` said (at first False).
         max_seq_length: longest document the model accepts, in tokens; None sets no limit.
 
     Returns:
@@ -79,7 +79,8 @@ def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None 
 
 
 def _unknown(model_type: str, strict: bool) -> None:
-    message = f"fastft: model_type {model_type!r} has no fast parts yet (known: {', '.join(sorted(FAMILIES))}); the model runs stock."
+    known = ", ".join(sorted(FAMILIES))
+    message = f"fastft: model_type {model_type!r} has no fast parts yet (known: {known}); the model runs stock."
     if strict:
         raise RuntimeError(message + " strict=True forbids that.")
     if model_type not in _warned:
@@ -167,7 +168,7 @@ def unplan(model: nn.Module) -> None:
 
 
 def unpatch(model: Any = None) -> None:
-    """Undo: of one model its plan, or, without an argument, of every live planned model, the class patches and the TRL hook.
+    """Undo one model's plan, or, without an argument, all of them, the class patches and the TRL hook.
 
     Class methods are restored by identity: a method that somebody else has replaced since is left alone. `patch` (and
     `FastModel`) install them again when next used.
@@ -178,8 +179,9 @@ def unpatch(model: Any = None) -> None:
     if model is not None:
         unplan(model)
         return
-    for planned in list(registry.planned_models()):
+    for planned in [*registry.planned_models(), *registry.running_backbones()]:
         unplan(planned)
+    registry.running_backbones().clear()
     trl.uninstall()
     registry.restore_classes()
 

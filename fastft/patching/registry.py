@@ -71,8 +71,8 @@ class Site:
         self.last_reason = reason
         if self.strict and reason != GENERATING:
             raise RuntimeError(
-                f"fastft: {self.path} ({self.part}) would run stock: {reason}. strict=True forbids that; change what the "
-                "reason names, or patch with strict=False and read fastft.report(model)."
+                f"fastft: {self.path} ({self.part}) would run stock: {reason}. strict=True forbids that; change what "
+                "the reason names, or patch with strict=False and read fastft.report(model)."
             )
 
 
@@ -96,6 +96,7 @@ class _State:
     skipped: dict[str, str] = field(default_factory=dict)  # "LlamaMLP.forward" -> why it was not exchanged
     heads: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    backbones: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     stock_only: int = 0
 
 
@@ -163,6 +164,11 @@ def planned_heads() -> weakref.WeakSet[nn.Module]:
 def planned_models() -> weakref.WeakSet[nn.Module]:
     """Live planned models (the outermost transformers model, not its PEFT wrapper)."""
     return _state.models
+
+
+def running_backbones() -> weakref.WeakSet[nn.Module]:
+    """Planned backbones that have run: how `unpatch` finds the deep copies of planned models."""
+    return _state.backbones
 
 
 @contextlib.contextmanager

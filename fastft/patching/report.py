@@ -67,8 +67,8 @@ def report(model: Any) -> Report:
         model: a transformers or PEFT model, planned or not.
 
     Returns:
-        A `Report`. Decoder layers that are alike share a row. Counts are forwards since the model was planned: a layer at
-        level *recompute* counts one a step, because its recomputation happens inside its own backward.
+        A `Report`. Decoder layers that are alike share a row. Counts are forwards since the model was planned: a layer
+        at level *recompute* counts one a step, because its recomputation happens inside its own backward.
     """
     inner = inner_model(model)
     found: list[tuple[registry.Site, nn.Module]] = []

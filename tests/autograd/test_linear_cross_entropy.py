@@ -140,7 +140,7 @@ def test_log_probs_and_entropy_derivatives_in_float64(
 @in_float64
 @heads
 def test_the_pair_drops_ignored_rows_on_every_path(head: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`forward` and `backward` are plain functions: entropies and ignored labels together, which no public call mixes."""
+    """`forward` and `backward` as plain functions, with entropies and ignored labels, as no public call has them."""
     small_chunks(monkeypatch, 4)
     x, weight, bias, labels = make_inputs(dtype=torch.float64, **head)
     needs_head = weight.requires_grad
@@ -171,7 +171,8 @@ def test_the_pair_drops_ignored_rows_on_every_path(head: dict[str, bool], monkey
         with torch.no_grad():
             ours = module.backward(saved, *(None if g is None else g.double() for g in grads))
         given = [(o, g.double()) for o, g in zip((log_probs, entropy), grads, strict=True) if g is not None]
-        theirs = torch.autograd.grad(*zip(*given, strict=True), leaves(x, weight, bias), retain_graph=True)
+        total = sum((output * g).sum() for output, g in given)
+        theirs = torch.autograd.grad(total, leaves(x, weight, bias), retain_graph=True)
         for one, reference in zip([g for g in ours if g is not None], theirs, strict=True):
             torch.testing.assert_close(one, reference, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
@@ -197,9 +198,8 @@ def test_each_gradient_alone(only: str, reduction: Any) -> None:
 def test_a_second_derivative_raises(reduction: Any) -> None:
     x, weight, _, labels = make_inputs()
     loss = linear_cross_entropy(x, weight, labels, reduction=reduction).sum()
-    (gradient,) = torch.autograd.grad(loss.square(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 # --- the Numbers contract ---
@@ -271,6 +271,15 @@ def test_mixed_dtypes_and_autocast(
     theirs = torch.autograd.grad(stock, leaves(x, weight, bias))
     for one, other, reference in zip(ours, theirs, torch.autograd.grad(exact, leaves(*exact_inputs)), strict=True):
         assert_as_good_as_stock(one, other, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
+def test_products_are_added_up_unrounded(dtype: torch.dtype) -> None:
+    """Head gradients are sums over chunks: rounding each chunk's product to 16 bits first would bias training."""
+    a, b, total = torch.randn(9, 33).to(dtype), torch.randn(33, 7).to(dtype), torch.randn(9, 7)
+    expected = total.double() + a.double() @ b.double()
+    module._add_product(total, a, b)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- against TRL's own ---

@@ -260,9 +260,8 @@ def test_an_adapter_changed_between_forward_and_backward_raises(leaf: str) -> No
 def test_a_double_backward_raises() -> None:
     x = draw(5, IN, dtype=torch.float64, requires_grad=True)
     y = apply_group(x, [draw_projection(4, IN)])[0]
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
 def test_a_second_backward_over_a_retained_graph_is_the_same() -> None:

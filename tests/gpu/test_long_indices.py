@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastft.kernels import nf4
-from fastft.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from fastft.kernels.cross_entropy import STATISTICS, cross_entropy, cross_entropy_backward
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 from fastft.kernels.swiglu import swiglu, swiglu_backward
@@ -122,11 +122,12 @@ def test_cross_entropy() -> None:
     del kept, whole
     logits.normal_()
     kept = [logits[part].clone() for part in parts]
-    log_sum_exp = torch.randn(rows, device="cuda") + 12
-    incoming = torch.randn(rows, device="cuda")
-    cross_entropy_backward(logits, targets, log_sum_exp, grad_log_probs=incoming)
+    statistics = torch.full((len(STATISTICS), rows), 6.0, device="cuda")
+    incoming = torch.randn(2, rows, device="cuda")
+    cross_entropy_backward(logits, targets, statistics, grad_log_probs=incoming[0], grad_entropy=incoming[1])
     for part, small in zip(parts, kept, strict=True):
-        cross_entropy_backward(small, targets[part], log_sum_exp[part], grad_log_probs=incoming[part])
+        first, second = incoming[:, part]
+        cross_entropy_backward(small, targets[part], statistics[:, part], grad_log_probs=first, grad_entropy=second)
         assert torch.equal(logits[part], small)
 
 

@@ -69,7 +69,7 @@ def kept_by_forward(layers: int, level: str, shape: tuple[int, int]) -> int:
 
 
 def test_a_recomputed_layer_keeps_its_input_and_nothing_else() -> None:
-    shape = (4, 1024)
+    shape = (8, 1024)
     x_bytes = shape[0] * shape[1] * 512 * 2
     per_layer = {
         level: (kept_by_forward(6, level, shape) - kept_by_forward(2, level, shape)) / 4

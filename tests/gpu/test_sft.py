@@ -63,5 +63,6 @@ def test_ten_steps_follow_stocks_curve(
     fast = train(tmp_path / "fast", fast=True, dtype=dtype, checkpointing=checkpointing)
     assert len(stock) == len(fast) == STEPS
     assert stock[-1][0] < stock[0][0], "the stock run does not learn: nothing to follow"
-    for ours, theirs in zip(fast, stock, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance)
+    for (our_loss, our_norm), (loss, norm) in zip(fast, stock, strict=True):
+        assert our_loss == pytest.approx(loss, rel=tolerance)
+        assert our_norm == pytest.approx(norm, rel=3e-2)  # TRL casts the adapters of a 4-bit model to bfloat16

@@ -105,7 +105,7 @@ def test_forward_rounds_as_stock_does(mode: str, dtype: torch.dtype) -> None:
 @twins_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_backward_rounds_as_stock_does(dtype: torch.dtype) -> None:
-    """Not bit-equal (autograd sums in another order) but in nearly all elements; without the inner rounding in 3 of 4."""
+    """Autograd sums in another order, so not bit-equal, yet nearly all elements are; without the rounding, 3 of 4."""
     inputs = make_inputs((30, 97), dtype)
     ours, stock = through_fastft(inputs, "llama", False)[1], through_stock(inputs, "llama", False)[1]
     assert (ours == stock).double().mean() > 0.99

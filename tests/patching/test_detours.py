@@ -192,16 +192,11 @@ def test_a_trained_weight_changed_between_forward_and_backward_raises(level: str
 
 
 def test_a_double_backward_raises(fast: Any, batch: Batch) -> None:
-    """`once_differentiable`: no second derivative rather than a wrong one, through the layers and through our loss."""
+    """No second derivative rather than a wrong one, through the layers and through our loss, squared or bare."""
     parameters = [p for p in fast.parameters() if p.requires_grad]
-    for loss, message in (
-        (fast(input_ids=batch["input_ids"]).logits.pow(2).mean(), "once_differentiable"),
-        (fast(**batch).loss.pow(2), "once_differentiable"),
-        (fast(**batch).loss, "does not require grad"),
-    ):
-        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
-        with pytest.raises(RuntimeError, match=message):
-            sum(g.pow(2).sum() for g in gradients).backward()
+    for loss in (fast(input_ids=batch["input_ids"]).logits.pow(2).mean(), fast(**batch).loss.pow(2), fast(**batch).loss):
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(loss, parameters, create_graph=True)
 
 
 def test_the_incoming_gradient_and_the_inputs_are_never_written(level: str, batch: Batch) -> None:

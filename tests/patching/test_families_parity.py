@@ -216,7 +216,7 @@ def test_16_bit_training_is_as_near_to_float64_as_stock(
 
 
 def test_widths_that_bitsandbytes_dequantizes_wrongly_on_cpu(level: str, tmp_path: pathlib.Path) -> None:
-    """in_features a multiple of 16 but not of 64: fast and stock pieces run on our dequantization, and the report says so."""
+    """in_features a multiple of 16, not of 64: fast and stock run on our dequantization, and the report says so."""
     from fastft.patching import bitsandbytes
 
     model = support.build_model(hidden_size=80, intermediate_size=144, num_key_value_heads=1, num_attention_heads=5)
