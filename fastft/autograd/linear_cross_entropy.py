@@ -224,7 +224,10 @@ def _backward_again(
     hidden, weight, index = kept.hidden, kept.weight, kept.positions
     targets, statistics = kept.targets, kept.statistics
     if hidden is None or weight is None or targets is None or statistics is None:
-        raise RuntimeError("the forward kept no inputs: it was not told that its logits would be needed again")
+        raise RuntimeError(
+            "linear_cross_entropy: a gradient came through the entropy, or per token to a trained head, but the "
+            "forward kept no inputs to make the logits again from: its `Statics.keeps_inputs` was False."
+        )
     if index is not None:
         grad_log_probs = None if grad_log_probs is None else grad_log_probs.index_select(0, index)
         grad_entropy = None if grad_entropy is None else grad_entropy.index_select(0, index)
@@ -521,11 +524,17 @@ def linear_cross_entropy(
             label_smoothing outside [0, 1].
     """
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+        raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(f"num_items_in_batch belongs to reduction='mean'; with {reduction!r}, divide the result")
+        raise ValueError(
+            "linear_cross_entropy: num_items_in_batch belongs to reduction='mean'; with reduction="
+            f"{reduction!r}, divide the result yourself"
+        )
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} less its last")
+        raise ValueError(
+            f"linear_cross_entropy: labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} "
+            "less its last dimension"
+        )
     outputs = _run(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -610,20 +619,24 @@ def _check(
 ) -> None:
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"hidden must be [rows, hidden] and labels [rows]: got {shapes}")
+        raise ValueError(f"linear_cross_entropy: hidden must be [rows, hidden] and labels [rows]: got {shapes}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         shapes = f"{tuple(weight.shape)} for hidden {tuple(hidden.shape)}"
-        raise ValueError(f"weight must be [vocabulary, {hidden.shape[1]}]: got {shapes}")
+        raise ValueError(f"linear_cross_entropy: weight must be [vocabulary, {hidden.shape[1]}]: got {shapes}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], one per row of weight: got {tuple(bias.shape)}")
+        raise ValueError(
+            f"linear_cross_entropy: bias must be [{weight.shape[0]}], one per row of weight: got {tuple(bias.shape)}"
+        )
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels must be integers, not {labels.dtype}")
+        raise ValueError(f"linear_cross_entropy: labels must be integers, not {labels.dtype}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no cap: got {softcap}")
+        raise ValueError(f"linear_cross_entropy: softcap must be positive, or None for no cap: got {softcap}")
     if not temperature > 0:
-        raise ValueError(f"temperature must be positive: got {temperature}")
+        raise ValueError(f"linear_cross_entropy: temperature must be positive: got {temperature}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1]: got {label_smoothing}")
+        raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1]: got {label_smoothing}")
     unknown = set(outputs) - {"log_probs", *OPTIONAL_OUTPUTS}
     if unknown:
-        raise ValueError(f"unknown outputs {sorted(unknown)}; known: log_probs, {', '.join(OPTIONAL_OUTPUTS)}")
+        raise ValueError(
+            f"linear_cross_entropy: unknown outputs {sorted(unknown)}; known: log_probs, {', '.join(OPTIONAL_OUTPUTS)}"
+        )

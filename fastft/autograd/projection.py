@@ -216,7 +216,8 @@ def backward(
     if grad_low_rank is not None and stacked_a is not None:
         if grad_x is not None:
             grad_x.addmm_(grad_low_rank, stacked_a)
-        _cut_grad_a(torch.mm(grad_low_rank.t(), x), group, needs_leaves, leaf_grads)
+        if any(needs_leaves[2::LEAVES]):
+            _cut_grad_a(torch.mm(grad_low_rank.t(), x), group, needs_leaves, leaf_grads)
     return grad_x, leaf_grads
 
 
@@ -347,6 +348,10 @@ def lora_linear(
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise ValueError(f"lora_linear: x has {x.shape[-1]} features, the weight takes {in_features}.")
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise ValueError(
+            f"lora_linear: bias has shape {tuple(bias.shape)}, a weight of {out_features} rows needs that many."
+        )
     if lora_a is not None and lora_b is not None:
         rank = lora_a.shape[0]
         if tuple(lora_a.shape) != (rank, in_features) or tuple(lora_b.shape) != (out_features, rank):

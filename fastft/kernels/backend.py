@@ -80,6 +80,8 @@ class _SameDevice:
 _SAME_DEVICE = _SameDevice()
 
 
+# On AMD Triton also specializes on whether a tensor lies within 2 GiB, which the key of `launch` does not hold.
+_LAUNCHES_DIRECTLY = not _INTERPRETING and torch.version.hip is None
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -89,7 +91,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     Triton's own launch binds the signature, specializes each argument and hashes the result to find the compiled
     kernel. A decoder layer launches some twenty, and at a few thousand tokens the host is what a step waits for. So the
     compiled kernel is remembered here, under a key at least as fine as Triton's (dtype and alignment of tensors; 1,
-    divisibility by 16 and width of integers), and launched directly.
+    divisibility by 16 and width of integers), and launched directly. Triton's own launch runs in the interpreter and on
+    AMD. Triton's pre-run hooks and debug knobs are seen by a kernel's first launch only.
 
     Args:
         kernel: a `triton.jit` function.
@@ -97,7 +100,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         arguments: its non-constexpr arguments, by position.
         options: its constexpr arguments and launch settings, by name, always in the same order for one kernel.
     """
-    if _INTERPRETING:
+    if not _LAUNCHES_DIRECTLY:
         kernel[grid](*arguments, **options)
         return
     key = (kernel, torch.cuda.current_device(), *options.values(), *map(_specialization, arguments))
@@ -114,8 +117,8 @@ def _specialization(argument: Any) -> Any:
     """What of an argument Triton may compile for."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() & 15
-    if isinstance(argument, int):
-        return argument == 1, argument & 15, argument.bit_length() < 32
+    if isinstance(argument, int):  # True is a 1 to Python and a u1 to Triton: the type is part of the key
+        return type(argument), argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
     if isinstance(argument, tuple):
         return tuple(map(_specialization, argument))
     return type(argument)

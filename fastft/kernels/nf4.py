@@ -22,12 +22,13 @@ rounding to the output's dtype. `offset` is read through its pointer: no host sy
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, tl, triton, uses_triton
 
-__all__ = ["QuantizedWeight", "dequantize", "dequantize_torch"]
+__all__ = ["QuantizedWeight", "dequantize", "dequantize_torch", "quantized_weight"]
 
 TILE_BYTES = 2048  # packed bytes a program: 16 a thread on 4 warps
 
@@ -63,6 +64,28 @@ class QuantizedWeight:
     def nested(self) -> bool:
         """Whether the block scales are themselves 8-bit (bitsandbytes' double quantization)."""
         return self.absmax_code is not None
+
+
+def quantized_weight(weight: torch.Tensor, state: Any) -> QuantizedWeight:
+    """A bitsandbytes `Params4bit` and its `QuantState` as the tensors the kernel reads; nothing is copied.
+
+    Args:
+        weight: the packed weight, any storage dtype.
+        state: `bitsandbytes.functional.QuantState`, read by attribute.
+    """
+    inner = state.state2 if state.nested else None
+    return QuantizedWeight(
+        packed=weight.detach().view(torch.uint8).reshape(-1),
+        absmax=state.absmax,
+        code=state.code,
+        blocksize=int(state.blocksize),
+        shape=(int(state.shape[0]), int(state.shape[1])),
+        dtype=state.dtype,
+        absmax_code=None if inner is None else inner.code,
+        absmax_scale=None if inner is None else inner.absmax,
+        absmax_blocksize=256 if inner is None else int(inner.blocksize),
+        offset=None if inner is None else state.offset,
+    )
 
 
 def dequantize(

@@ -16,35 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fastft.autograd.projection import Projection, apply_group
-from fastft.kernels.nf4 import QuantizedWeight, dequantize
+from fastft.kernels.nf4 import dequantize, quantized_weight
 
 
 def is_linear4bit(module: nn.Module) -> bool:
     """Whether `module` is exactly bitsandbytes' Linear4bit (by name: nothing is imported for the question)."""
     kind = type(module)
     return kind.__name__ == "Linear4bit" and kind.__module__ == "bitsandbytes.nn.modules"
-
-
-def quantized_weight(weight: Tensor, state: Any) -> QuantizedWeight:
-    """A Params4bit and its QuantState as the tensors the dequantization kernel reads; nothing is copied.
-
-    Args:
-        weight: the packed weight, any storage dtype.
-        state: `bitsandbytes.functional.QuantState`.
-    """
-    nested = bool(state.nested)
-    return QuantizedWeight(
-        packed=weight.detach().view(torch.uint8).reshape(-1),
-        absmax=state.absmax,
-        code=state.code,
-        blocksize=int(state.blocksize),
-        shape=(int(state.shape[0]), int(state.shape[1])),
-        dtype=state.dtype,
-        absmax_code=state.state2.code if nested else None,
-        absmax_scale=state.state2.absmax if nested else None,
-        absmax_blocksize=int(state.state2.blocksize) if nested else 0,
-        offset=state.offset if nested else None,
-    )
 
 
 def dense_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:

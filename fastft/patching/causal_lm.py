@@ -3,9 +3,10 @@
     loss = Σ over counted tokens of −log p(label) / count          count: num_items_in_batch, else the counted tokens
 
 No labels: the saved original, real logits. Training with labels: `logits=None`. Evaluation with labels: logits are
-there when somebody reads them (`LazyLogits`), and not built when nobody does. A batch without a counted token gives
-0, joined to the graph; stock gives NaN. In padding-free packed rows (position_ids, no mask) the first token of a
-document is not a target: it cannot be predicted from another document.
+there when somebody reads them (`LazyLogits`), and not built when nobody does (accelerate's mixed precision does: it
+converts every output to float32, read or not). A batch without a counted token gives 0, joined to the graph; stock
+gives NaN. In padding-free packed rows (position_ids, no mask) the first token of a document is not a target: it cannot
+be predicted from another document.
 """
 
 from __future__ import annotations

@@ -241,9 +241,12 @@ def bind(layer: nn.Module) -> str | None:
 
 
 def is_bound(layer: nn.Module) -> bool:
-    """Whether calling `layer` reaches `fast_forward`, directly or through the forward that accelerate's hooks wrap."""
+    """Whether calling `layer` reaches `fast_forward`, directly or through the forward that accelerate's hooks wrap.
+
+    A copy of the instance dictionary (nn.DataParallel makes such) holds a binding to the layer it was copied from.
+    """
     places = (layer.__dict__.get("forward"), layer.__dict__.get("_old_forward"))
-    return any(getattr(place, "__func__", None) is fast_forward for place in places)
+    return any(getattr(p, "__func__", None) is fast_forward and p.__self__ is layer for p in places)  # type: ignore[union-attr]
 
 
 def rebind(layer: nn.Module) -> None:

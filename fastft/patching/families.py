@@ -27,7 +27,6 @@ class Family:
         prefix: class name prefix: `<prefix>RMSNorm`, `<prefix>MLP`, `<prefix>Attention`, `<prefix>DecoderLayer`,
             `<prefix>ForCausalLM`.
         norm_mode: rounding mode of its RMSNorm (kernels/rms_norm.py).
-        activations: `config.hidden_act` values that mean SiLU.
         head_norms: Q and K are normalized over head_dim (`q_norm`, `k_norm`).
         attention_arguments: further keywords its attention passes to the attention interface, as a path from the
             attention module ("sliding_window", "config.sliding_window").
@@ -37,7 +36,6 @@ class Family:
     module: str
     prefix: str
     norm_mode: NormMode = "llama"
-    activations: tuple[str, ...] = ("silu", "swish")
     head_norms: bool = False
     attention_arguments: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -1,19 +1,22 @@
 """Reading a projection as it stands: base weight, bias, the one active adapter, or the reason why it must run stock.
 
 PEFT's state changes between calls (adapters switched, merged, disabled, deleted; weights replaced by `.to`, FSDP or
-DeepSpeed), so nothing that can change is remembered. What is remembered, per module and only while every object is
-still the same, is the way to it: walking `nn.Module.__getattr__` for 224 projections costs 6 ms a forward, the
-dictionaries 0.6.
+DeepSpeed), so nothing that can change is remembered, and no module is held: a reader outlives what PEFT takes out of
+the model. It goes by dictionaries, because walking `nn.Module.__getattr__` for 224 projections costs 6 ms a forward,
+the dictionaries 0.6. The one thing kept is a 4-bit weight as the kernels read it, for as long as that weight lives.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastft.autograd.projection import Projection
+from fastft.kernels.nf4 import QuantizedWeight, quantized_weight
 from fastft.patching import bitsandbytes
 
 _LORA_CLASSES = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"}
@@ -44,8 +47,13 @@ def _foreign(forward: Any) -> bool:
     return function is None or (function is not type(owner).forward and not bitsandbytes.is_repair(function))
 
 
-def _class_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.cache
+def _is_lora(kind: type) -> bool:
+    return _class_name(kind) in _LORA_CLASSES
 
 
 class ProjectionReader:
@@ -56,35 +64,13 @@ class ProjectionReader:
         name: the child's name.
     """
 
-    __slots__ = ("_base", "_base_attributes", "_lora", "_module", "_quantized", "_siblings", "_static_reason", "name")
+    __slots__ = ("_quantized", "_siblings", "name")
 
     def __init__(self, parent: nn.Module, name: str) -> None:
         self.name = name
         self._siblings: dict[str, Any] = parent._modules
-        self._module: nn.Module | None = None
-        self._static_reason: str | None = None
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Find the way to base and adapter dictionaries anew."""
-        module = self._siblings.get(self.name)
-        self._module, self._static_reason, self._lora, self._quantized = module, None, None, None
-        base: Any = module
-        if module is not None and _class_name(module) in _LORA_CLASSES:
-            self._lora = module.__dict__
-            base = module._modules["base_layer"]
-        self._base, self._base_attributes = base, {} if base is None else base.__dict__
-        if base is None:
-            self._static_reason = f"{self.name} is missing"
-        elif type(base) is not nn.Linear and not bitsandbytes.is_linear4bit(base):
-            kind = _class_name(module if self._lora is None else base)  # type: ignore[arg-type]
-            self._static_reason = f"{self.name} is {kind}, not a plain or 4-bit linear layer"
-
-    def _stale(self) -> bool:
-        module = self._siblings.get(self.name)
-        return module is not self._module or (
-            self._lora is not None and module._modules.get("base_layer") is not self._base  # type: ignore[union-attr]
-        )
+        # a 4-bit weight (weakly), its state and address, and what was made of them
+        self._quantized: tuple[weakref.ref[Any], Any, int, QuantizedWeight] | None = None
 
     def read(self, dtype: torch.dtype, autocast: bool) -> Projection | str:
         """The projection now, or why it must run stock.
@@ -93,25 +79,30 @@ class ProjectionReader:
             dtype: compute dtype of the products (autocast's if it is on, else the activations').
             autocast: whether autocast is on: then weights of another dtype are cast, as stock casts them.
         """
-        if self._stale():
-            self._refresh()
-        if self._static_reason is not None:
-            return self._static_reason
+        module = self._siblings.get(self.name)
+        if module is None:
+            return f"{self.name} is missing"
+        lora: dict[str, Any] | None = module.__dict__ if _is_lora(type(module)) else None
+        base = module if lora is None else lora["_modules"]["base_layer"]
+        attributes = base.__dict__
+        if type(base) is not nn.Linear and not bitsandbytes.is_linear4bit(base):
+            return f"{self.name} is {_class_name(type(base))}, not a plain or 4-bit linear layer"
+        if "_is_replica" in attributes:
+            return "the module is a copy that nn.DataParallel made for another GPU: start one process a GPU instead"
         lora_a = lora_b = None
         scale = 1.0
-        if self._lora is not None:
-            if hooked(self._lora):
+        if lora is not None:
+            if hooked(lora):
                 return f"{self.name} has a hook or its own forward"
-            adapter = self._active_adapter()
+            adapter = self._active_adapter(lora)
             if isinstance(adapter, tuple):
                 lora_a, lora_b, scale = adapter
             elif adapter is not None:
                 return adapter
-        attributes = self._base_attributes
         if hooked(attributes):
             return f"{self.name}'s base layer has a hook or its own forward"
         parameters = attributes["_parameters"]
-        weight = self._weight(parameters["weight"], dtype, autocast)
+        weight = self._weight(base, parameters["weight"], dtype, autocast)
         if isinstance(weight, str):
             return weight
         bias = parameters["bias"]
@@ -119,9 +110,9 @@ class ProjectionReader:
             return f"{self.name}'s bias is {bias.dtype}, its weight {weight.dtype}"
         return Projection(weight, bias, lora_a, lora_b, scale)
 
-    def _weight(self, weight: Any, dtype: torch.dtype, autocast: bool) -> Any:
+    def _weight(self, base: nn.Module, weight: Any, dtype: torch.dtype, autocast: bool) -> Any:
         """The base weight, dense or packed, or a reason."""
-        if type(self._base) is nn.Linear:
+        if type(base) is nn.Linear:
             if type(weight) is not nn.Parameter and type(weight) is not Tensor:
                 return f"{self.name}'s weight is a {type(weight).__name__}"
             if weight.dtype != dtype and not autocast:
@@ -134,22 +125,26 @@ class ProjectionReader:
             return (
                 f"{self.name} was repacked by bitsandbytes for CPU inference before fastft saw it; load the model again"
             )
-        compute = self._base_attributes["compute_dtype"]
+        compute = base.__dict__["compute_dtype"]
         if compute is not None and compute != dtype and not autocast:
             return (
                 f"{self.name} computes in {compute} while activations are {dtype}; "
                 f"set bnb_4bit_compute_dtype={dtype} to run it fast"
             )
-        known = self._quantized
-        pointer = weight.data_ptr()
-        if known is None or known[0] is not state or known[1] != pointer:
-            known = self._quantized = (state, pointer, bitsandbytes.quantized_weight(weight, state))
-        return known[2]
+        known, pointer = self._quantized, weight.data_ptr()
+        if known is None or known[0]() is not weight or known[1] is not state or known[2] != pointer:
+            quantized = quantized_weight(weight, state)
+            known = self._quantized = (weakref.ref(weight, self._forget), state, pointer, quantized)
+        return known[3]
 
-    def _active_adapter(self) -> tuple[Tensor, Tensor, float] | str | None:
-        """(A, B, scaling) of the one active adapter, None where the base runs alone, or a reason for stock."""
-        lora = self._lora
-        assert lora is not None
+    def _forget(self, weight: weakref.ref[Any]) -> None:
+        """Let go of a weight that was replaced (a merge makes a new one) without waiting for the next read."""
+        if self._quantized is not None and self._quantized[0] is weight:
+            self._quantized = None
+
+    def _active_adapter(self, lora: dict[str, Any]) -> tuple[Tensor, Tensor, float] | str | None:
+        """(A, B, scaling) of the one active adapter of a LoRA layer's `__dict__`, None where the base runs alone, or a
+        reason for stock."""
         modules = lora["_modules"]
         if lora["_disable_adapters"]:
             return f"{self.name} is merged and disabled: PEFT unmerges it" if lora["merged_adapters"] else None

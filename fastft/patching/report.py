@@ -106,6 +106,8 @@ def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_
     inside_layer = ".layers." in f".{site.path}" and site.part != "decoder layer"
     if reason is None and site.stock_runs and site.last_reason != registry.GENERATING and not site.fast_runs:
         reason = site.last_reason
+    if reason is not None and site.part == "loss" and site.fast_runs:
+        return "fast", f"through TRL's head; the model's own forward runs stock: {reason}"
     if reason is not None:
         return "stock", reason
     if inside_layer and layers_fast and not site.fast_runs:
@@ -138,6 +140,11 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
         notes.append(f"{empty} batches had no supervised token and added 0 to the loss")
     from fastft.patching import bitsandbytes
 
+    for site, top in found:
+        if site.part == "loss" and site.reason is None and top not in registry.planned_models():
+            notes.append(
+                "a copy of a planned model: its loss is TRL's own under TRL until fastft.patch is called on it"
+            )
     repaired = sum(
         bitsandbytes.repairs(module) for site, top in found if site.part == "loss" for module in top.modules()
     )

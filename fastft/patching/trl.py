@@ -109,10 +109,10 @@ def installed() -> bool:
 
 def _runs_fast(weight: Tensor) -> bool:
     """Whether this call is a planned model's and ours to answer; counted at the model's loss site if it is planned."""
-    if not any(getattr(head, "weight", None) is weight for head in registry.planned_heads()):
-        return False
     site = _loss_site(weight)
-    reason = None
+    if site is None and not any(getattr(head, "weight", None) is weight for head in registry.planned_heads()):
+        return False
+    reason = None if site is None else site.reason
     if registry.runs_stock_only():
         reason = registry.DISABLED
     elif hasattr(weight, "ds_id"):
@@ -127,6 +127,7 @@ def _runs_fast(weight: Tensor) -> bool:
 
 
 def _loss_site(weight: Tensor) -> registry.Site | None:
+    """The plan of the model whose output embedding has this weight now (resizing the vocabulary makes a new one)."""
     for model in registry.planned_models():
         if getattr(model.get_output_embeddings(), "weight", None) is weight:  # type: ignore[operator]
             return registry.site_of(model)

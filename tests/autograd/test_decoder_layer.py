@@ -202,7 +202,7 @@ CONTRACTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONTRACTS)
 @pytest.mark.parametrize("mixture", pieces.PLAIN + pieces.MIXTURES, ids=pieces.name_of)
 def test_contract_against_peft(mixture: tuple[torch.dtype, torch.dtype, bool], name: str) -> None:
-    """C12, C41, C45: within 1.5 times stock's error, for x and every tensor that trains; the other level is bit-equal."""
+    """C12, C41, C45: within 1.5 times stock's error, for x and all that trains; the other level is bit-equal."""
     dtype, adapter_dtype, autocast = mixture
     runs = []
     for seed in pieces.MANY_SEEDS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 import torch
 
-from fastft.kernels.backend import interpreting, next_power_of_2, uses_triton
+from fastft.kernels.backend import _specialization, interpreting, next_power_of_2, uses_triton
 
 
 def test_interpreted_pass_runs_the_triton_kernels() -> None:
@@ -23,3 +25,20 @@ def test_float64_always_takes_the_twin() -> None:
 
 def test_next_power_of_2() -> None:
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+def test_launch_keys_are_as_fine_as_tritons() -> None:
+    """Where our key of a remembered kernel is equal, Triton would have compiled the same kernel."""
+    libtriton = pytest.importorskip("triton._C.libtriton")
+    from triton.backends.compiler import BaseBackend
+
+    storage = torch.zeros(64)
+    edges = (0, 1, 2, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**63 - 1)
+    integers = [sign * value for value in edges for sign in (1, -1)]
+    tensors = [storage, storage[1:], storage[4:], storage.bfloat16(), storage.int(), torch.nn.Parameter(storage)]
+    tuples = [(1, 2), (2, 1), (None, 2), (16, None), (1, 2, 3), (2**31, 1), (True, 2)]
+    seen: dict[Any, Any] = {}
+    for argument in [*integers, *tensors, *tuples, True, False, None, 1.0, 0.0]:
+        theirs = libtriton.native_specialize_impl(BaseBackend, argument, False, True, True)
+        assert seen.setdefault(_specialization(argument), theirs) == theirs, argument
+    assert len(set(seen.values())) > 15

@@ -194,7 +194,11 @@ def test_a_trained_weight_changed_between_forward_and_backward_raises(level: str
 def test_a_double_backward_raises(fast: Any, batch: Batch) -> None:
     """No second derivative rather than a wrong one, through the layers and through our loss, squared or bare."""
     parameters = [p for p in fast.parameters() if p.requires_grad]
-    for loss in (fast(input_ids=batch["input_ids"]).logits.pow(2).mean(), fast(**batch).loss.pow(2), fast(**batch).loss):
+    for loss in (
+        fast(input_ids=batch["input_ids"]).logits.pow(2).mean(),
+        fast(**batch).loss.pow(2),
+        fast(**batch).loss,
+    ):
         with pytest.raises(RuntimeError, match="double backward"):
             torch.autograd.grad(loss, parameters, create_graph=True)
 
@@ -265,7 +269,7 @@ def test_a_4bit_projection_equals_autograd_through_the_dequantized_matrix(
     from bitsandbytes.nn import Linear4bit
 
     from fastft.autograd.projection import lora_linear
-    from fastft.patching.bitsandbytes import quantized_weight
+    from fastft.kernels.nf4 import quantized_weight
 
     layer = Linear4bit(64, 64, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type=quant_type)
     layer = layer.to("cpu")
@@ -305,6 +309,24 @@ def test_a_model_is_freed(batch: Batch) -> None:
     del model
     gc.collect()
     assert [w() for w in watched] == [None, None, None]
+
+
+def test_what_a_merge_replaces_is_freed(tmp_path: Any, batch: Batch) -> None:
+    """Generation never reads the projections again: what the last training step saw must not live on in a reader."""
+    fast = fastft.patch(support.add_lora(support.load_4bit(support.build_model(), tmp_path)))
+    step(fast, batch)
+    adapted = fast.get_base_model().model.layers[0].self_attn.q_proj
+    old = [
+        weakref.ref(adapted),
+        weakref.ref(adapted.base_layer.weight),
+        weakref.ref(adapted.base_layer.quant_state.absmax),
+    ]
+    del adapted
+    merged = fast.merge_and_unload()
+    del fast
+    gc.collect()
+    assert [reference() is None for reference in old] == [True, True, True]
+    assert merged(**batch).loss.isfinite()
 
 
 def test_graphs_are_freed_with_their_loss(level: str, batch: Batch) -> None:

@@ -665,3 +665,35 @@ def test_stock_only_ends_before_the_backward(level: str, batch: Batch) -> None:
         loss = fast(**batch).loss
     loss.backward()
     assert_same_step(step(stock, batch), Step(loss.detach(), support.trainable_gradients(fast)))
+
+
+def _replica(model: torch.nn.Module) -> torch.nn.Module:
+    """What nn.DataParallel makes of `model` for one more GPU (torch.nn.parallel.replicate), on the CPU."""
+    values = {parameter: parameter * 1 for parameter in model.parameters()}
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, copied in copies.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else copies[child]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                copied._parameters[name] = None
+            else:  # replicas hold no parameters of their own: plain attributes
+                setattr(copied, name, values[parameter])
+    return copies[model]
+
+
+def test_data_parallel_replicas_use_their_own_weights(level: str, batch: Batch) -> None:
+    """A replica's dictionary is a copy, and so is the binding in it: it must not run the layer it was copied from."""
+    stock, fast = twins(support.add_lora(support.build_model()))
+    set_level(level, stock, fast)
+    expected = step(stock, batch)
+    fast.zero_grad(set_to_none=True)
+    replica = _replica(fast)
+    loss = replica(**batch).loss
+    loss.backward()
+    assert_same_step(expected, Step(loss.detach(), support.trainable_gradients(fast)))
+    assert_layers_ran_stock(fast, "nn.DataParallel")
+    for layer in decoder_layers(replica):
+        assert layer.__dict__["forward"].__self__ is layer
+    assert_same_step(expected, step(fast, batch))
+    assert runs(fast, "decoder layer")[0] == 2  # the model itself is still fast

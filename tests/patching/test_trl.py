@@ -340,3 +340,25 @@ def test_what_ran_is_counted_at_the_loss_site(installed: Any, batch: dict[str, t
             assert "ZeRO-3" in (site.last_reason or "")
     finally:
         fastft.unpatch(model)
+
+
+def test_a_head_exchanged_after_patching_is_ours_and_a_copys_is_reported(
+    installed: Any, batch: dict[str, torch.Tensor]
+) -> None:
+    """Resizing the vocabulary makes a new head; a deep copy's head is known only once the copy is patched."""
+    import fastft
+
+    model = fastft.patch(support.build_model("llama"))
+    try:
+        model.resize_token_embeddings(support.VOCABULARY + 8)
+        fused(model, ("log_probs", "entropy", "is_top1"))
+        model(**batch, fused_lm_head=True)
+        site = registry.site_of(model)
+        assert site is not None
+        assert (site.fast_runs, site.stock_runs) == (1, 0)
+        assert not fastft.report(model).notes
+        copied = copy.deepcopy(model)
+        assert any("copy" in note for note in fastft.report(copied).notes)
+        assert not fastft.report(fastft.patch(copied)).notes
+    finally:
+        fastft.unpatch(model)

@@ -1,0 +1,876 @@
+"""The faults: one wrong piece of text each, and the test that must go red over it.
+
+A fault is (what is wrong, the text as it stands, the text with the fault). The old text must occur exactly once in its
+file, so a change of the code that moves it makes the table fail instead of silently testing nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Change = tuple[str, str, str, str]  # parameters of the test, what is wrong, old text, new text
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Args:
+        file: of the package, under fastft/.
+        what: what is wrong with it.
+        old: the text as it stands.
+        new: the text with the fault.
+        test: the node id of the test that must fail.
+        interpreted: whether it is a Triton kernel's fault, judged in Triton's interpreter.
+    """
+
+    file: str
+    what: str
+    old: str
+    new: str
+    test: str
+    interpreted: bool
+
+
+def _faults(file: str, test: str, changes: Sequence[Change], *, interpreted: bool = False) -> Iterator[Fault]:
+    """Faults of one file. `test` is the usual test; a change whose parameters contain "::" names its own."""
+    for where, what, old, new in changes:
+        yield Fault(file, what, old, new, where if "::" in where else f"{test}{where}", interpreted)
+
+
+_RMS = "tests/kernels/test_rms_norm.py::test_output_and_gradients_are_as_good_as_stock"
+_ROPE = "tests/kernels/test_rope.py::test_rotation_and_its_backward_are_as_good_as_stock"
+_SWIGLU = "tests/kernels/test_swiglu.py::test_product_and_gradients_are_as_good_as_stock"
+_NF4 = "tests/kernels/test_nf4.py::test_equals_the_format_spelled_out"
+_CE = "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient_are_as_good_as_stock"
+_CE_BACKWARD = "tests/kernels/test_cross_entropy.py::test_backward_from_recomputed_logits_is_as_good_as_stock"
+_FUNCTIONAL = "tests/test_functional.py::test_"
+_PROJECTION = "tests/autograd/test_projection.py::test_gradients_are_the_derivatives"
+_MLP = "tests/autograd/test_mlp_half.py::test_gradients_are_the_derivatives"
+_ATTENTION = "tests/autograd/test_attention_half.py::test_attention_in_gradients_are_the_derivatives"
+_LAYER = "tests/autograd/test_decoder_layer.py::test_gradients_are_the_derivatives"
+_LOSS = "tests/autograd/test_linear_cross_entropy.py::test_loss_and_its_derivatives_in_float64"
+_FALLBACKS = "tests/patching/test_fallbacks.py::test_"
+
+_KERNELS = [
+    *_faults(
+        "kernels/rms_norm.py",
+        _RMS,
+        [
+            ("[residual-(300, 33)-float32-llama]", "epsilon left out", "/ hidden + eps)  #", "/ hidden)  #"),
+            (
+                "[residual-(300, 33)-float32-llama]",
+                "residual subtracted",
+                "(values + added).to(",
+                "(values - added).to(",
+            ),
+            (
+                "[plain-(3, 5, 97)-float32-llama]",
+                "mean over the block, not the row",
+                "tl.sum(values * values, axis=1) / hidden",
+                "tl.sum(values * values, axis=1) / BLOCK",
+            ),
+            (
+                "[plain-(3, 5, 97)-float32-gemma]",
+                "Gemma's 1 + w left out",
+                "scale += 1.0\n    result =",
+                "scale += 0.0\n    result =",
+            ),
+            (
+                "tests/kernels/test_rms_norm.py::test_offsets_past_2_to_the_31_c17",
+                "row offsets in 32 bits",
+                "row = tl.program_id(0).to(tl.int64) * ROWS",
+                "row = tl.program_id(0) * ROWS",
+            ),
+            (
+                "[plain-(300, 33)-float32-llama]",
+                "backward: sign of the projection",
+                "(weighted - normalized * projection) * inverse",
+                "(weighted + normalized * projection) * inverse",
+            ),
+            (
+                "[plain-(300, 33)-float32-llama]",
+                "backward: 1/rms left out",
+                "(weighted - normalized * projection) * inverse",
+                "(weighted - normalized * projection)",
+            ),
+            (
+                "[residual-(300, 33)-float32-llama]",
+                "backward: the residual's gradient dropped",
+                "result += past.to(tl.float32)",
+                "result += 0.0",
+            ),
+            (
+                "[plain-(300, 33)-float32-llama]",
+                "backward: weight gradient of the weighted gradient",
+                "weight_grad += grad * normalized",
+                "weight_grad += weighted * normalized",
+            ),
+            (
+                "[plain-(300, 33)-float32-llama]",
+                "backward: rows of the first block again",
+                "row = first_row + block * ROWS",
+                "row = first_row + 0 * ROWS",
+            ),
+            (
+                "[plain-(300, 33)-float32-llama]",
+                "backward: partial sums into one row",
+                "partial + tl.program_id(0).to(tl.int64) * hidden",
+                "partial + tl.program_id(0).to(tl.int64) * 0",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/rms_norm.py",
+        "tests/kernels/test_rms_norm.py::test_backward_is_the_derivative_in_float64",
+        [
+            ("[plain-llama]", "twin: epsilon left out", "keepdim=True) + eps)", "keepdim=True))"),
+            (
+                "[plain-llama]",
+                "twin: sum for mean in the projection",
+                "(weighted * normalized).mean(",
+                "(weighted * normalized).sum(",
+            ),
+            ("[plain-gemma]", "twin: Gemma's 1 + w left out", "weight.to(dtype) + 1.0 if", "weight.to(dtype) if"),
+        ],
+    ),
+    *_faults(
+        "kernels/rope.py",
+        _ROPE,
+        [
+            (
+                "[angles per row-(2, 5, 3, 1, 10)-float32]",
+                "sign of the first half",
+                "first_cos - second_sin",
+                "first_cos + second_sin",
+            ),
+            (
+                "[angles per row-(2, 5, 3, 1, 10)-float32]",
+                "sign of the second half",
+                "second_cos + first_sin",
+                "second_cos - first_sin",
+            ),
+            (
+                "tests/kernels/test_rope.py::test_inverse_is_the_transpose_even_where_the_halves_differ",
+                "the other half's sine",
+                "first * cos_first, first * sin_second",
+                "first * cos_first, first * sin_first",
+            ),
+            (
+                "[shared angles-(2, 5, 3, 1, 10)-float32]",
+                "the backward turns forward",
+                "= -sin_second, -sin_first",
+                "= sin_second, sin_first",
+            ),
+            (
+                "[angles per row-(2, 5, 3, 1, 10)-float32]",
+                "angles of the first batch row for all",
+                "batch * angle_strides[0] + token * angle_strides[1]",
+                "token * angle_strides[1]",
+            ),
+            (
+                "[shared angles-(2, 5, 3, 1, 10)-float32]",
+                "every token's keys are the first token's",
+                "batch * k_strides[0] + token * k_strides[1]",
+                "batch * k_strides[0] + token * 0",
+            ),
+            (
+                "tests/kernels/test_rope.py::test_offsets_past_2_to_the_31_c17",
+                "token offsets in 32 bits",
+                "token = tl.program_id(0).to(tl.int64) % sequence",
+                "token = tl.program_id(0) % sequence",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/rope.py",
+        _FUNCTIONAL,
+        [
+            (
+                "rope_gradcheck[per row]",
+                "twin: sign in the backward",
+                "first * cos_first + second * sin_second",
+                "first * cos_first - second * sin_second",
+            ),
+            (
+                "rope_gradcheck[per row]",
+                "twin: the other half's sine",
+                "second * cos_second + first * sin_second",
+                "second * cos_second + first * sin_first",
+            ),
+            (
+                "tests/kernels/test_rope.py::test_partial_rotary_copies_the_rest[out of place-float32]",
+                "twin: columns past the rotary ones lost",
+                "out[..., rotary:] = x[..., rotary:]",
+                "out[..., rotary:] = 0",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/swiglu.py",
+        _SWIGLU,
+        [
+            (
+                "[(3, 5, 173)-float32]",
+                "sign inside the sigmoid",
+                "gate_value / (1.0 + tl.exp(-gate_value))",
+                "gate_value / (1.0 + tl.exp(gate_value))",
+            ),
+            (
+                "[(3, 5, 173)-float32]",
+                "up added, not multiplied",
+                "    activated = activated.to(gate.dtype.element_ty).to(tl.float32)\n    result = activated * up_value",
+                "    activated = activated.to(gate.dtype.element_ty).to(tl.float32)\n    result = activated + up_value",
+            ),
+            (
+                "[(2, 3, 1100)-float32]",
+                "every block of columns is the first",
+                "% blocks_per_row) * BLOCK",
+                "% blocks_per_row) * 0",
+            ),
+            (
+                "tests/kernels/test_swiglu.py::test_offsets_past_2_to_the_31_c17",
+                "row offsets in 32 bits",
+                "// blocks_per_row).to(tl.int64) * ROWS",
+                "// blocks_per_row) * ROWS",
+            ),
+            (
+                "[(3, 5, 173)-float32]",
+                "backward: second term of silu's derivative dropped",
+                "grad_activated * sigmoid * (1.0 + gate_value * (1.0 - sigmoid))",
+                "grad_activated * sigmoid",
+            ),
+            (
+                "[(3, 5, 173)-float32]",
+                "backward: sign in silu's derivative",
+                "gate_value * (1.0 - sigmoid))",
+                "gate_value * (1.0 + sigmoid))",
+            ),
+            (
+                "[(3, 5, 173)-float32]",
+                "backward: up's gradient by the sigmoid alone",
+                "up_result = grad_value * activated",
+                "up_result = grad_value * sigmoid",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/swiglu.py",
+        _FUNCTIONAL,
+        [
+            (
+                "swiglu_gradcheck",
+                "twin: up's gradient by the gate",
+                "grad_up = grad * activated",
+                "grad_up = grad * gate",
+            ),
+            ("swiglu_gradcheck", "twin: up missing in the gate's gradient", "(grad * up, gate)", "(grad, gate)"),
+            (
+                "tests/kernels/test_swiglu.py::test_backward_is_the_derivative_in_float64",
+                "twin: the product of the gradient",
+                "product = activated.mul_(up)",
+                "product = activated.mul_(grad)",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/nf4.py",
+        _NF4,
+        [
+            ("[(97, 13)-float32-flat]", "nibbles exchanged", "tl.interleave(high, low)", "tl.interleave(low, high)"),
+            ("[(97, 13)-float32-flat]", "low nibble twice", "nibbles >> 4", "nibbles & 15"),
+            (
+                "[(97, 13)-float32-flat]",
+                "scale of the block before",
+                "scale = tl.load(absmax + block, mask=block_mask",
+                "scale = tl.load(absmax + block // 2, mask=block_mask",
+            ),
+            ("[(97, 13)-float32-nested]", "offset of nested scales dropped", "* outer + tl.load(offset)", "* outer"),
+            (
+                "tests/kernels/test_nf4.py::test_more_scales_than_one_nested_block",
+                "outer scale of the first block for all",
+                "absmax_scale + block // ABSMAX_BLOCK",
+                "absmax_scale + block * 0",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/nf4.py",
+        _NF4,
+        [
+            (
+                "[(97, 13)-float32-nested]",
+                "twin: offset of nested scales subtracted",
+                "* scales + weight.offset",
+                "* scales - weight.offset",
+            ),
+            (
+                "[(97, 13)-float32-flat]",
+                "twin: the last, partial block unscaled",
+                "values[whole * weight.blocksize : elements] *= absmax[whole]",
+                "values[whole * weight.blocksize : elements] *= 1.0",
+            ),
+            (
+                "tests/kernels/test_nf4.py::test_more_scales_than_one_nested_block",
+                "twin: outer scales tiled, not repeated",
+                "weight.absmax_scale.repeat_interleave(weight.absmax_blocksize)",
+                "weight.absmax_scale.repeat(weight.absmax_blocksize)",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/cross_entropy.py",
+        _CE,
+        [
+            (
+                "[(7, 97)-plain-float32]",
+                "columns past the vocabulary counted",
+                'z = tl.where(in_row, z, float("-inf"))',
+                "z = tl.where(in_row, z, 0.0)",
+            ),
+            (
+                "[(19, 1500)-plain-float32]",
+                "running sum not rescaled to a new maximum",
+                "sum_exp = sum_exp * rescale",
+                "sum_exp = sum_exp * 1.0",
+            ),
+            (
+                "[(19, 1500)-plain-float32]",
+                "entropy's running sum not shifted",
+                "(sum_weighted + sum_exp * shift[:, None]) * rescale",
+                "sum_weighted * rescale",
+            ),
+            (
+                "[(19, 1500)-plain-float32]",
+                "squares rescaled once",
+                "sum_squares * rescale * rescale",
+                "sum_squares * rescale",
+            ),
+            (
+                "[(7, 97)-plain-float32]",
+                "label's term halved in the gradient",
+                "gradient -= tl.where(is_target, 1.0, 0.0)",
+                "gradient -= tl.where(is_target, 0.5, 0.0)",
+            ),
+            (
+                "[(7, 97)-scaled-float32]",
+                "gradient without dz/dx",
+                'gradient * slope, float("nan"))',
+                'gradient, float("nan"))',
+            ),
+            (
+                "[(7, 97)-smoothed-float32]",
+                "uniform part of the smoothed label dropped",
+                "gradient -= tl.where(is_target, 1.0 - label_smoothing, 0.0) + label_smoothing / vocabulary",
+                "gradient -= tl.where(is_target, 1.0 - label_smoothing, 0.0)",
+            ),
+            (
+                "[(7, 97)-capped-float32]",
+                "slope of the cap",
+                "slope * (1.0 - tanh * tanh)",
+                "slope * (1.0 - tanh)",
+            ),
+            (
+                "tests/kernels/test_cross_entropy.py::"
+                "test_of_equal_logits_the_lowest_index_is_top1[ties within a block]",
+                "a tie ahead of the target forgotten",
+                "(beaten == 0) & (tied == 0)",
+                "(beaten == 0)",
+            ),
+            (
+                "tests/kernels/test_cross_entropy.py::"
+                "test_a_target_outside_the_vocabulary_is_nan_and_nothing_else_is_c08[float32]",
+                "a target outside the vocabulary has a loss",
+                'target_z = tl.where(in_range, target_z, float("nan"))',
+                "target_z = target_z + 0.0",
+            ),
+            (
+                "tests/kernels/test_cross_entropy.py::test_offsets_past_2_to_the_31_c17",
+                "row offsets in 32 bits",
+                "row_offset = rows.to(tl.int64) * row_stride",
+                "row_offset = rows * row_stride",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/cross_entropy.py",
+        _CE_BACKWARD,
+        [
+            ("[both-plain-float32]", "backward: sign of p", "(label - p)", "(label + p)"),
+            (
+                "[entropy only-plain-float32]",
+                "backward: entropy missing in its own gradient",
+                "(centred + offset[:, None])",
+                "centred",
+            ),
+            ("[both-scaled-float32]", "backward: without dz/dx", "(gradient * slope).to(", "gradient.to("),
+            (
+                "[log_probs only-plain-float32]",
+                "backward: the maximum for the log-sum",
+                "log_sum = tl.load(statistics + 2 * statistic_stride",
+                "log_sum = tl.load(statistics + statistic_stride",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/cross_entropy.py",
+        _LOSS,
+        [
+            ("[mean-frozen-everything-hard labels]", "twin: slope of the cap", "(1.0 - tanh.square())", "(1.0 - tanh)"),
+            (
+                "[mean-frozen-plain-smoothed]",
+                "twin: the label's full weight under smoothing",
+                "p.gather(1, index) - (1.0 - label_smoothing)",
+                "p.gather(1, index) - 1.0",
+            ),
+            (
+                "tests/autograd/test_linear_cross_entropy.py::"
+                "test_log_probs_and_entropy_derivatives_in_float64[entropy-frozen-plain]",
+                "twin: the log-sum missing in the entropy's gradient",
+                ".add_(entropy - log_sum)",
+                ".add_(entropy)",
+            ),
+        ],
+    ),
+    *_faults(
+        "functional.py",
+        _FUNCTIONAL,
+        [
+            (
+                "swiglu_gradcheck",
+                "gate's and up's gradient exchanged",
+                "return grad_gate if ctx.needs_input_grad[0] else None, grad_up if ctx.needs_input_grad[1] else None",
+                "return grad_up if ctx.needs_input_grad[0] else None, grad_gate if ctx.needs_input_grad[1] else None",
+            ),
+            (
+                "rope_gradcheck[shared angles]",
+                "the backward turns forward",
+                "_rotated(grad_q, grad_k, cos, sin, inverse=True)",
+                "_rotated(grad_q, grad_k, cos, sin, inverse=False)",
+            ),
+            (
+                "rms_norm_gradcheck[gemma]",
+                "the backward in another mode",
+                "inverse_rms, mode=ctx.mode",
+                'inverse_rms, mode="llama"',
+            ),
+        ],
+    ),
+]
+
+_AUTOGRAD = [
+    *_faults(
+        "autograd/projection.py",
+        _PROJECTION,
+        [
+            (
+                "tests/autograd/test_projection.py::test_outputs_are_the_formula[one]",
+                "forward: scale left out",
+                "output.addmm_(low_rank[:, column:end], lora_b.t(), alpha=projection.scale)",
+                "output.addmm_(low_rank[:, column:end], lora_b.t())",
+            ),
+            (
+                "tests/autograd/test_projection.py::test_outputs_are_the_formula[three of different widths and ranks]",
+                "forward: everyone reads the first adapter's columns",
+                "alpha=projection.scale)\n            column = end\n        outputs",
+                "alpha=projection.scale)\n            column = 0\n        outputs",
+            ),
+            (
+                "[one-plain]",
+                "scale left out of U",
+                "addmm_(grad, lora_b, beta=0, alpha=projection.scale)",
+                "addmm_(grad, lora_b, beta=0)",
+            ),
+            ("[one-plain]", "scale left out of dB", "low_rank, beta=0, alpha=scale)", "low_rank, beta=0)"),
+            ("[one-plain]", "the adapter's part of dX dropped", "grad_x.addmm_(grad_low_rank, stacked_a)", "pass"),
+            (
+                "[trained base-plain]",
+                "sign of dW",
+                "leaf_grads[LEAVES * index] = torch.mm(grad.t(), x)",
+                "leaf_grads[LEAVES * index] = -torch.mm(grad.t(), x)",
+            ),
+            (
+                "[three of different widths and ranks-plain]",
+                "dX of the last projection alone",
+                "else grad_x.addmm_(grad, weight)",
+                "else torch.mm(grad, weight)",
+            ),
+            ("[trained biases-plain]", "mean for sum in db", "grad.sum(0, dtype=", "grad.mean(0, dtype="),
+            (
+                "[three of different widths and ranks-plain]",
+                "rows of dA cut at the wrong place",
+                "grad_a[row:end]\n        row = end",
+                "grad_a[row:end]\n        row = 0",
+            ),
+            (
+                "[three of different widths and ranks-plain]",
+                "backward: everyone reads the first adapter's columns",
+                "beta=0, alpha=projection.scale)\n            column = end\n        if needs_weight",
+                "beta=0, alpha=projection.scale)\n            column = 0\n        if needs_weight",
+            ),
+            (
+                "tests/autograd/test_projection.py::test_operands_of_many_groups_are_each_groups_own",
+                "adapters stacked in the wrong order",
+                "sources += matrices",
+                "sources += matrices[::-1]",
+            ),
+            (
+                "tests/autograd/test_projection.py::test_weights_kept_by_a_forward_serve_its_backward",
+                "the first kept weight for all",
+                "weights[index]",
+                "weights[0]",
+            ),
+            (
+                "tests/autograd/test_projection.py::"
+                "test_an_adapter_changed_between_forward_and_backward_raises[lora_a]",
+                "stale adapters: a change before the backward goes unseen",
+                "ctx.save_for_backward(rows, low_rank, *leaves)",
+                "ctx.save_for_backward(rows, low_rank, *(None if t is None else t.detach().clone() for t in leaves))",
+            ),
+            (
+                "tests/autograd/test_projection.py::test_an_unused_output_counts_as_zero",
+                "an unused output counts as one",
+                "x.new_zeros(x.shape[0], p.out_features)",
+                "x.new_ones(x.shape[0], p.out_features)",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/autocast.py",
+        _PROJECTION,
+        [
+            (
+                "[one-autocast]",
+                "autocast rounds float64",
+                "self.enabled and dtype != torch.float64",
+                "self.enabled",
+            ),
+            (
+                "tests/autograd/test_attention_half.py::test_attention_runs_under_the_autocast_of_the_call",
+                "attention without its autocast",
+                "return torch.autocast(self.device_type, self.dtype)",
+                "return contextlib.nullcontext()",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/mlp_half.py",
+        _MLP,
+        [
+            (
+                "tests/autograd/test_mlp_half.py::test_output_is_the_formula[adapters]",
+                "forward: gate and up exchanged",
+                "product = swiglu(gate, up)",
+                "product = swiglu(up, gate)",
+            ),
+            (
+                "[adapters-plain]",
+                "gradients of gate and up exchanged",
+                "(grad_gate, grad_up), x, gate_up",
+                "(grad_up, grad_gate), x, gate_up",
+            ),
+            (
+                "[adapters-plain]",
+                "the down adapter's part of dP dropped",
+                "grad_product.addmm_(grad_low_rank, stacked_a)",
+                "pass",
+            ),
+            (
+                "[adapters-plain]",
+                "scale left out of the down adapter's U",
+                "grad_low_rank.addmm_(grad, lora_b, beta=0, alpha=down.scale)",
+                "grad_low_rank.addmm_(grad, lora_b, beta=0)",
+            ),
+            (
+                "[adapters-plain]",
+                "sign of the down adapter's dA",
+                "torch.mm(grad_low_rank.t(), product) if needs_a",
+                "-torch.mm(grad_low_rank.t(), product) if needs_a",
+            ),
+            (
+                "[everything trains-plain]",
+                "mean for sum in the down bias",
+                "grad.sum(0, dtype=",
+                "grad.mean(0, dtype=",
+            ),
+            (
+                "tests/autograd/test_mlp_half.py::test_saved_activations_are_written_over_only_by_their_owner[False]",
+                "kept activations written over",
+                "if owns_saved else None",
+                "if True else None",
+            ),
+            (
+                "tests/autograd/test_mlp_half.py::test_leaving_out_the_down_projection_changes_no_gradient",
+                "P Aᵀ of a recomputation made from the gate",
+                "down_low_rank = torch.mm(product, stacked_a.t())",
+                "down_low_rank = torch.mm(saved.gate, stacked_a.t())",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/attention_half.py",
+        _ATTENTION,
+        [
+            (
+                "tests/autograd/test_attention_half.py::"
+                "test_attention_in_is_norm_projections_and_rotation[an angle row per batch row]",
+                "forward: turned backward",
+                "rope(query, key, cos, sin, out=(query, key))",
+                "rope(query, key, cos, sin, inverse=True, out=(query, key))",
+            ),
+            (
+                "[adapters]",
+                "backward: turned forward",
+                "inverse=True, out=(grad_query",
+                "inverse=False, out=(grad_query",
+            ),
+            (
+                "[adapters]",
+                "the residual's gradient dropped",
+                "residual_grad=residual_grad,",
+                "residual_grad=None,",
+            ),
+            (
+                "[Qwen3's head norms]",
+                "the key's head norm by the query's weight",
+                "saved.key_raw, head_norms[1], saved.key_inverse_rms",
+                "saved.key_raw, head_norms[0], saved.key_inverse_rms",
+            ),
+            (
+                "[adapters]",
+                "dA from rows that were not normalized",
+                "normed = rms_norm(rows, norm.weight, norm.epsilon, mode=norm.mode)[0].to(dtype)",
+                "normed = rows.to(dtype)",
+            ),
+            (
+                "[adapters]",
+                "gradients of key and value exchanged",
+                "for g in (grad_query, grad_key, grad_value)]",
+                "for g in (grad_query, grad_value, grad_key)]",
+            ),
+            (
+                "tests/autograd/test_attention_half.py::"
+                "test_attention_in_leaf_gradients_without_an_input_gradient[trained norms]",
+                "a trained norm over a frozen input gets no gradient",
+                "needs_normed = needs_x or needs_norms[0]",
+                "needs_normed = needs_x",
+            ),
+            (
+                "tests/autograd/test_attention_half.py::test_the_attention_graph_is_freed_by_its_backward",
+                "attention's graph kept after its backward",
+                "    attended.graph = None\n",
+                "",
+            ),
+            (
+                "tests/autograd/test_attention_half.py::test_attention_backward_is_autograds",
+                "heads not put back in the projection's layout",
+                "tuple(g.transpose(1, 2).contiguous() for g in grads)",
+                "tuple(g.reshape(g.transpose(1, 2).shape) for g in grads)",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/decoder_layer.py",
+        _LAYER,
+        [
+            (
+                "tests/autograd/test_decoder_layer.py::test_output_is_the_layers_formula[Llama-keep]",
+                "forward: the second residual dropped",
+                "y.add_(h) if y.dtype == h.dtype",
+                "y if y.dtype == h.dtype",
+            ),
+            (
+                "tests/autograd/test_decoder_layer.py::test_output_is_the_layers_formula[Llama-recompute]",
+                "forward: the first residual dropped",
+                "residual=x.view(-1, x.shape[-1])",
+                "residual=None",
+            ),
+            (
+                "[Llama-keep]",
+                "the second residual's gradient dropped",
+                "mode=norm.mode, residual_grad=grad,",
+                "mode=norm.mode, residual_grad=None,",
+            ),
+            (
+                "[norms trained-keep]",
+                "gradients of the two norms exchanged",
+                "[norm_grads[0], grad_post,",
+                "[grad_post, norm_grads[0],",
+            ),
+            (
+                "[Llama-recompute]",
+                "recomputation hands on rows that were not normalized",
+                "again.normed_h = normed if keep",
+                "again.normed_h = h.to(dtype) if keep",
+            ),
+            (
+                "[Llama-recompute]",
+                "recomputation hands on stale normalized rows",
+                "again.normed = normed if keep",
+                "again.normed = torch.ones_like(normed) if keep",
+            ),
+            (
+                "tests/autograd/test_decoder_layer.py::test_recompute_keeps_the_input_and_nothing_else",
+                "level recompute keeps everything",
+                'keep = call.level == "keep"',
+                "keep = True",
+            ),
+            (
+                "tests/autograd/test_decoder_layer.py::test_a_leaf_changed_between_forward_and_backward_raises[keep]",
+                "stale adapters: a change before the backward goes unseen",
+                "ctx.save_for_backward(x, cos, sin, *leaves, *",
+                "ctx.save_for_backward(x, cos, sin, *(None if t is None else t.detach().clone() for t in leaves), *",
+            ),
+            (
+                "tests/autograd/test_decoder_layer.py::test_a_backward_writes_to_nothing_it_was_given[keep]",
+                "the incoming gradient written over",
+                "residual_grad=grad, needs_weight_grad=needs_norms[1]",
+                "residual_grad=grad, needs_weight_grad=needs_norms[1], out=grad",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/linear_cross_entropy.py",
+        _LOSS,
+        [
+            (
+                "[mean-frozen-plain-hard labels]",
+                "sign of the gradient",
+                "grad_loss = grad_log_probs.neg()",
+                "grad_loss = grad_log_probs",
+            ),
+            (
+                "[mean-frozen-plain-hard labels]",
+                "labels of the first chunk for all",
+                "targets[start:end],\n            write_gradient",
+                "targets[: end - start],\n            write_gradient",
+            ),
+            (
+                "[none-frozen-plain-hard labels]",
+                "incoming gradients of the wrong rows",
+                "else scale.index_select(0, index)",
+                "else scale[:count]",
+            ),
+            (
+                "[mean-frozen-plain-hard labels]",
+                "every chunk's hidden gradient into the first rows",
+                "_project_back(logits, weight, grad_rows[start:end])",
+                "_project_back(logits, weight, grad_rows[: end - start])",
+            ),
+            (
+                "[mean-trained, bias-plain-hard labels]",
+                "bias gradient of the last chunk alone",
+                "grad_bias.add_(gradient.sum(",
+                "grad_bias.copy_(gradient.sum(",
+            ),
+            (
+                "[mean-trained-plain-hard labels]",
+                "weight gradient of the last chunk alone",
+                "_add_product(grad_weight[columns], gradient[:, columns].t(), rows)",
+                "grad_weight[columns] = gradient[:, columns].t() @ rows",
+            ),
+            (
+                "[none-trained-plain-hard labels]",
+                "recomputing: incoming gradients of the wrong rows",
+                "grad_log_probs = None if grad_log_probs is None else grad_log_probs.index_select(0, index)",
+                "grad_log_probs = None if grad_log_probs is None else grad_log_probs[: index.shape[0]]",
+            ),
+            (
+                "[none-trained-plain-hard labels]",
+                "recomputing: statistics of the first chunk for all",
+                "statistics[:, part],",
+                "statistics[:, : end - start],",
+            ),
+            (
+                "[mean-frozen-plain-hard labels]",
+                "the ignored rows, not the others",
+                "descending=True, stable=True",
+                "descending=False, stable=True",
+            ),
+            (
+                "tests/autograd/test_linear_cross_entropy.py::test_accumulation_equals_one_batch_c03[frozen head]",
+                "a given count is not divided by",
+                "divisor = outputs.counted if num_items_in_batch is None else num_items_in_batch",
+                "divisor = outputs.counted",
+            ),
+            (
+                "tests/autograd/test_linear_cross_entropy.py::test_bad_labels_are_named_c08[grad-23-0]",
+                "a label beyond the vocabulary let through",
+                "if lowest < 0 or highest >= vocabulary:",
+                "if lowest < 0 or highest > vocabulary:",
+            ),
+        ],
+    ),
+]
+
+_PATCHING = [
+    *_faults(
+        "patching/peft.py",
+        _FALLBACKS,
+        [
+            (
+                "rslora_is_fast[keep]",
+                "stale adapters: scaling not read",
+                'return lora_a, lora_b, lora["scaling"][name]',
+                "return lora_a, lora_b, 2.0",
+            ),
+            (
+                "a_disabled_adapter_is_the_base[dense]",
+                "stale adapters: disabling not seen",
+                'if lora["_disable_adapters"]:',
+                "if False:",
+            ),
+            (
+                "switching_between_two_adapters",
+                "stale adapters: always the first",
+                "names = [n for n in ([active] if isinstance(active, str) else active) if n in a_modules]",
+                "names = list(a_modules)[:1]",
+            ),
+            (
+                "lora_dropout_runs_stock_in_training[keep]",
+                "dropout left out of the fast path's conditions",
+                'and dropout.training and getattr(dropout, "p", 1.0) > 0',
+                "and False",
+            ),
+            (
+                "a_merged_adapter_is_fast",
+                "stale adapters: a merge not seen",
+                'if lora["merged_adapters"]:',
+                "if False:",
+            ),
+            (
+                "tests/patching/test_peft.py::test_a_4bit_weight_exchanged_after_a_forward_is_seen",
+                "a packed weight remembered beyond its time",
+                "if known is None or known[0]() is not weight or known[1] is not state or known[2] != pointer:",
+                "if known is None:",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/causal_lm.py",
+        "tests/patching/test_causal_lm.py::test_",
+        [
+            (
+                "nothing_is_added_to_cross_entropy",
+                "labels not shifted",
+                "nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)",
+                "labels",
+            ),
+            (
+                "a_document_s_first_token_is_no_target_of_the_one_before[lora-no mask]",
+                "a document's first token predicted from the one before",
+                "labels = labels.masked_fill(starts.to(labels.device), IGNORE_INDEX)",
+                "pass",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_PATCHING)
