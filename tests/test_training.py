@@ -133,7 +133,7 @@ def assert_ran_fast(model: Any, forwards: int | None = None) -> None:
 def test_sft_of_a_4bit_model_follows_stock_with_an_evaluation_in_the_middle(
     tmp_path: pathlib.Path, tokenizer: Any, checkpointing: bool
 ) -> None:
-    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: checkpointing asked by the trainer recomputes once."""
+    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: the trainer's checkpointing recomputes once."""
     stock = support.add_lora(support.load_4bit(support.build_model(), tmp_path / "base"))
     fast = fastft.patch(copy.deepcopy(stock))
     settings = {
