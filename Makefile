@@ -3,7 +3,7 @@
 # make lint   ruff and mypy, in the environment of make test
 #
 # TORCH is the release CI runs. Another one, or an environment you already have:
-#   make demo TORCH='torch>=2.9'
+#   make demo TORCH='torch>=2.11'
 #   make demo VENV=/path/to/venv
 
 PYTHON ?= python3

@@ -78,7 +78,9 @@ def install(family: Family) -> None:
         if owner is None or original is None:
             registry.skip(what, f"{family.module} has no {what}")
         elif registry.is_ours(owner, "forward"):
-            continue
+            registry.installed(what)
+        elif registry.is_wrapped(owner, "forward"):
+            registry.skip(what, f"{what} was replaced by another library after fastft")
         elif not signature_matches(original, expected):
             registry.skip(what, f"{what} has an unknown signature {inspect.signature(original)}")
         else:

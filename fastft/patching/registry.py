@@ -126,6 +126,11 @@ def is_ours(owner: type, name: str) -> bool:
     return known is not None and owner.__dict__.get(name) is known.replacement
 
 
+def is_wrapped(owner: type, name: str) -> bool:
+    """Whether somebody has put another method over ours: swapping again would run planned instances past theirs."""
+    return (owner, name) in _state.class_patches and not is_ours(owner, name)
+
+
 def original_of(owner: type, name: str) -> Any:
     """The method that was on the class before, whether or not it is exchanged now."""
     known = _state.class_patches.get((owner, name))
@@ -144,6 +149,11 @@ def restore_classes() -> None:
 def skip(what: str, reason: str) -> None:
     """Remember that a class patch was not installed, and why."""
     _state.skipped[what] = reason
+
+
+def installed(what: str) -> None:
+    """Note that a class patch is in place: an earlier reason why it was not no longer holds."""
+    _state.skipped.pop(what, None)
 
 
 def skipped() -> dict[str, str]:

@@ -104,14 +104,14 @@ def report(model: Any) -> Report:
 def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_fast: bool) -> tuple[str, str]:
     reason = static_reason(module, dtype)
     inside_layer = ".layers." in f".{site.path}" and site.part != "decoder layer"
+    if reason is None and inside_layer and layers_fast and not site.fast_runs:
+        return "—", "inside its decoder layer's node"
     if reason is None and site.stock_runs and site.last_reason != registry.GENERATING and not site.fast_runs:
         reason = site.last_reason
     if reason is not None and site.part == "loss" and site.fast_runs:
         return "fast", f"through TRL's head; the model's own forward runs stock: {reason}"
     if reason is not None:
         return "stock", reason
-    if inside_layer and layers_fast and not site.fast_runs:
-        return "—", "inside its decoder layer's node"
     how = {"decoder layer": f"one autograd node, level {site.level}", "loss": "linear cross-entropy, no logits"}
     note = how.get(site.part, "one kernel each way" if site.part == "norm" else "hand-derived backward")
     if site.stock_runs and site.last_reason is not None:

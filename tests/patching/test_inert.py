@@ -165,6 +165,29 @@ def test_unpatch_restores_by_identity(reinstalled: None, batch: dict[str, torch.
     assert all(torch.equal(expected.gradients[n], got.gradients[n]) for n in expected.gradients)
 
 
+def test_a_method_wrapped_by_another_library_after_us_keeps_being_called(
+    monkeypatch: pytest.MonkeyPatch, batch: dict[str, torch.Tensor]
+) -> None:
+    """Patching again does not swap over the wrapper: its class runs stock, with the reason in the report."""
+    fastft.patch(support.build_model())
+    ours, calls = modeling_llama.LlamaMLP.forward, []
+
+    def wrapper(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return ours(self, x)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wrapper)
+    model = fastft.patch(support.build_model())
+    assert modeling_llama.LlamaMLP.forward is wrapper
+    model(**batch).loss.backward()
+    assert len(calls) == 2  # one a layer
+    reasons = {row.reason for row in fastft.report(model).rows if row.runs == "stock"}
+    assert reasons == {"LlamaMLP.forward was replaced by another library after fastft"}
+    monkeypatch.undo()
+    step(fastft.patch(model), batch)
+    assert {row.runs for row in fastft.report(model).rows} == {"fast", "—"}, "gone, it is no reason any more"
+
+
 def test_unpatch_leaves_a_method_that_somebody_else_has_replaced(
     reinstalled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

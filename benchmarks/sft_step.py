@@ -1,0 +1,140 @@
+"""The user's own path: TRL's SFTTrainer over one peer; seconds a step (median), peak memory, losses; one JSON line.
+
+usage: sft_step.py IMPL MODEL_DIR --bs 2 --seq 2048 [--steps 10] [--no-gc] [--out FILE]      IMPL: hf | unsloth | fastft
+
+One peer a process, because some patch globally. Every row is full length, as after packing; what the trainer adds
+(collation, metrics, logging, clipping) is part of the work.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ap = argparse.ArgumentParser()
+ap.add_argument("impl")
+ap.add_argument("model")
+ap.add_argument("--bs", type=int, default=2)
+ap.add_argument("--seq", type=int, default=2048)
+ap.add_argument("--steps", type=int, default=10)
+ap.add_argument("--no-gc", action="store_true")
+ap.add_argument("--bits", type=int, default=4)
+ap.add_argument("--out")
+ap.add_argument("--optim", default="adamw_torch_fused")
+ap.add_argument("--ga", type=int, default=1)
+ap.add_argument("--save")
+a = ap.parse_args()
+targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+if a.impl == "unsloth":
+    from unsloth import FastLanguageModel as Fast
+elif a.impl == "fastft":
+    from fastft import FastModel as Fast
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+gc = not a.no_gc
+peft_config = None
+if a.impl == "hf":
+    q = (
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        if a.bits == 4
+        else None
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        a.model, quantization_config=q, dtype=torch.bfloat16, device_map={"": 0}
+    )
+    tok = AutoTokenizer.from_pretrained(a.model)
+    peft_config = LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+else:
+    model, tok = Fast.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=a.bits == 4, dtype=torch.bfloat16)
+    model = Fast.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=16,
+        lora_dropout=0,
+        target_modules=targets,
+        bias="none",
+        random_state=0,
+        use_gradient_checkpointing=("unsloth" if a.impl == "unsloth" else True) if gc else False,
+    )
+g = torch.Generator().manual_seed(1)
+rows = torch.randint(0, 256, (a.bs * a.ga * (a.steps + 4), a.seq), generator=g).tolist()
+ds = Dataset.from_dict({"input_ids": rows})
+
+
+class Clock(TrainerCallback):
+    t, ts = None, []
+
+    def on_step_begin(self, *_, **__):
+        torch.cuda.synchronize()
+        Clock.t = time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        torch.cuda.synchronize()
+        Clock.ts.append(time.perf_counter() - Clock.t)
+
+
+kw = {
+    "output_dir": os.path.join(os.environ.get("TMPDIR", "/tmp"), "out"),
+    "per_device_train_batch_size": a.bs,
+    "gradient_accumulation_steps": a.ga,
+    "max_steps": a.steps,
+    "max_length": a.seq,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "bf16": True,
+    "gradient_checkpointing": gc,
+    "learning_rate": 1e-4,
+    "optim": a.optim,
+    "lr_scheduler_type": "constant",
+    "disable_tqdm": True,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "remove_unused_columns": False,
+}
+tr = SFTTrainer(
+    model=model,
+    args=SFTConfig(**kw),
+    train_dataset=ds,
+    processing_class=tok,
+    callbacks=[Clock()],
+    **({"peft_config": peft_config} if peft_config else {}),
+)
+torch.cuda.reset_peak_memory_stats()
+tr.train()
+log = [h for h in tr.state.log_history if "loss" in h]
+ts = sorted(Clock.ts[3:])
+med = statistics.median(ts)
+row = {
+    "path": "sft",
+    "impl": a.impl,
+    "model": os.path.basename(a.model),
+    "bits": a.bits,
+    "bs": a.bs,
+    "ga": a.ga,
+    "seq": a.seq,
+    "gc": gc,
+    "step_s": round(med, 4),
+    "min_s": round(ts[0], 4),
+    "tok_s": round(a.bs * a.ga * a.seq / med),
+    "first_s": round(Clock.ts[0], 1),
+    "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    "losses": [round(h["loss"], 4) for h in log[:6]],
+    "grad_norms": [round(float(h.get("grad_norm", 0)), 3) for h in log[:6]],
+    "keys": sorted(log[0]),
+}
+print(json.dumps(row))
+if a.out:
+    with open(a.out, "a") as out:
+        out.write(json.dumps(row) + "\n")
