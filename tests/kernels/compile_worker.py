@@ -92,6 +92,7 @@ def source(kernel: triton.JITFunction, arguments: tuple[object, ...], settings: 
 def compiled(file: str) -> Iterator[dict[str, object]]:
     """One record a compile: where it came from, and what the compiler says about it."""
     backend._INTERPRETING = True  # meta tensors take the kernel's path; TRITON_INTERPRET itself is off
+    backend._LAUNCHES_DIRECTLY = False  # every launch reaches `record`, and no device is asked for
     seen: set[tuple[str, str]] = set()
     for dtype_name, dtype in DTYPES.items():
         for launch in TABLE[file](dtype):
