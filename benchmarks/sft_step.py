@@ -26,6 +26,8 @@ ap.add_argument("--out")
 ap.add_argument("--optim", default="adamw_torch_fused")
 ap.add_argument("--ga", type=int, default=1)
 ap.add_argument("--save")
+ap.add_argument("--level", help="fastft: a level for all layers instead of the planner")
+ap.add_argument("--memory-budget", help="fastft: what the planner may use, such as 8.45GiB")
 a = ap.parse_args()
 targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 if a.impl == "unsloth":
@@ -58,6 +60,7 @@ if a.impl == "hf":
     peft_config = LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
 else:
     model, tok = Fast.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=a.bits == 4, dtype=torch.bfloat16)
+    memory = {"memory_budget": a.memory_budget} if a.impl == "fastft" else {}
     model = Fast.get_peft_model(
         model,
         r=16,
@@ -66,7 +69,8 @@ else:
         target_modules=targets,
         bias="none",
         random_state=0,
-        use_gradient_checkpointing=("unsloth" if a.impl == "unsloth" else True) if gc else False,
+        use_gradient_checkpointing=("unsloth" if a.impl == "unsloth" else a.level or True) if gc else False,
+        **memory,
     )
 g = torch.Generator().manual_seed(1)
 rows = torch.randint(0, 256, (a.bs * a.ga * (a.steps + 4), a.seq), generator=g).tolist()

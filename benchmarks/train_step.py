@@ -28,6 +28,8 @@ ap.add_argument("--rank", type=int, default=16)
 ap.add_argument("--dropout", type=float, default=0.0)
 ap.add_argument("--out")
 ap.add_argument("--profile")
+ap.add_argument("--level", help="fastft: a level for all layers instead of the planner")
+ap.add_argument("--memory-budget", help="fastft: what the planner may use, such as 8.45GiB")
 a = ap.parse_args()
 targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 t_import = time.perf_counter()
@@ -46,7 +48,8 @@ def load():
     if a.impl in ("unsloth", "fastft"):
         F = FastLanguageModel if a.impl == "unsloth" else FastModel
         model, _ = F.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=a.bits == 4, dtype=torch.bfloat16)
-        gc = ("unsloth" if a.impl == "unsloth" else True) if a.gc else False
+        gc = ("unsloth" if a.impl == "unsloth" else a.level or True) if a.gc else False
+        memory = {"memory_budget": a.memory_budget} if a.impl == "fastft" else {}
         return F.get_peft_model(
             model,
             r=a.rank,
@@ -56,6 +59,7 @@ def load():
             bias="none",
             use_gradient_checkpointing=gc,
             random_state=0,
+            **memory,
         )
     if a.impl == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fastft import functional as functional
     from fastft.model import FastLanguageModel, FastModel
-    from fastft.patching.plan import patch, patched, unpatch
+    from fastft.patching.plan import patch, patched, release_memory, unpatch
     from fastft.patching.registry import stock_only
     from fastft.patching.report import report
     from fastft.verification import verify
@@ -25,6 +25,7 @@ _LAZY = {
     "FastLanguageModel": "fastft.model",
     "patch": "fastft.patching.plan",
     "patched": "fastft.patching.plan",
+    "release_memory": "fastft.patching.plan",
     "report": "fastft.patching.report",
     "stock_only": "fastft.patching.registry",
     "unpatch": "fastft.patching.plan",
@@ -37,6 +38,7 @@ __all__ = [
     "functional",
     "patch",
     "patched",
+    "release_memory",
     "report",
     "stock_only",
     "unpatch",

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fastft import __version__
+from fastft.bench.commands import app as bench_app
 
 app = typer.Typer(
     name="fastft",
@@ -18,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(bench_app)
 DEFAULT_OUTPUT = Path("fastft-demo")
 
 
@@ -84,6 +86,27 @@ def demo(
     except DemoError as error:
         Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}")
         raise typer.Exit(1) from error
+
+
+@app.command()
+def validate(
+    kernel: Annotated[str, typer.Argument(help="A file of fastft/kernels without its ending: swiglu, rope, …")],
+    model: Annotated[
+        str | None, typer.Option(help="Shapes to measure at, from the benchmark's registry. Default: an 8B Llama's.")
+    ] = None,
+    bt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens to measure at; may be given again.")] = None,
+    ncu: Annotated[bool, typer.Option("--ncu", help="Profile with Nsight Compute too, where it is installed.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Forget the failed attempts and verdicts, then run.")] = False,
+) -> None:
+    """Put an added or changed kernel through lint, tests, benchmark and plots, and say what got better or worse.
+
+    Needs a checkout. State and report lie in its .fastft/validate. Exit status: 0 passed; 1 lint or tests failed, or a
+    step could not run; 2 unknown kernel or no checkout; 3 three versions failed since the last green one: nothing runs
+    until --reset; 4 in the benchmark wrong, failing, or at least twice torch's time or memory.
+    """
+    from fastft.bench.validate.command import run
+
+    raise typer.Exit(run(kernel, reset=reset, ncu=ncu, model=model, tokens=tuple(bt or ())))
 
 
 if __name__ == "__main__":

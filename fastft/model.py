@@ -7,7 +7,7 @@ AutoTokenizer gives. This file puts the calls in order; each decision has its fi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,25 @@ from fastft.loading.device import mapped_devices, resolve_device_map
 from fastft.loading.dtype import choose_dtype
 from fastft.loading.gguf import dequantized_folder
 from fastft.loading.source import HUB_OPTIONS, Source, adapter_base, has_tokenizer, resolve_source
-from fastft.patching.plan import patch
+from fastft.patching.plan import inner_model, patch
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # All mean the same today: every layer keeps its input and is run again in the backward pass.
-_CHECKPOINTING = (True, "fastft", "unsloth", "recompute")
+# What `use_gradient_checkpointing` may be, and the level it names; "auto" leaves it to the planner.
+_CHECKPOINTING: dict[bool | str, str] = {
+    True: "auto",
+    "auto": "auto",
+    "fastft": "auto",
+    "unsloth": "auto",
+    False: "keep",
+    "keep": "keep",
+    "lean": "lean",
+    "recompute": "recompute",
+    "offload": "offload",
+}
 
 # Arguments of peft.get_peft_model itself; every other keyword is a LoraConfig field.
 _WRAPPING_OPTIONS = ("adapter_name", "autocast_adapter_dtype", "low_cpu_mem_usage")
@@ -139,6 +150,8 @@ class FastModel:
         use_rslora: bool = False,
         modules_to_save: list[str] | None = None,
         init_lora_weights: bool | str = True,
+        memory_budget: str | int | float | None = None,
+        memory_levels: str | Sequence[str] | Mapping[int, str] | None = None,
         **peft_kwargs: Any,
     ) -> Any:
         """Put a LoRA on `model` (PEFT's own objects; files saved from it load in plain PEFT).
@@ -151,13 +164,16 @@ class FastModel:
             lora_alpha: the update is scaled by lora_alpha / r (by lora_alpha / sqrt(r) with `use_rslora`).
             lora_dropout: dropout on the adapter's input.
             bias: "none", "all" or "lora_only", as in PEFT.
-            use_gradient_checkpointing: True (or "recompute"; "fastft" and "unsloth" say the same) keeps each layer's
-                input only and runs the layer again in the backward pass. False leaves the model's setting as it is.
+            use_gradient_checkpointing: True (or "auto"; "fastft" and "unsloth" say the same) lets the memory planner
+                give each layer the fastest level that fits. "keep" (or False), "lean", "recompute" and "offload" mean
+                just that for all layers, whatever a trainer's own `gradient_checkpointing` says.
             random_state: seed of the initialization; the process's generators are as before afterwards. None: unseeded.
             layers_to_transform: indices of the layers to adapt; None: all.
             use_rslora: rank-stabilized scaling.
             modules_to_save: modules that are trained in full and saved with the adapter.
             init_lora_weights: PEFT's initialization.
+            memory_budget: see `fastft.patch`.
+            memory_levels: see `fastft.patch`.
             **peft_kwargs: further fields of `peft.LoraConfig`, or `adapter_name`, `autocast_adapter_dtype`,
                 `low_cpu_mem_usage` of `peft.get_peft_model`.
 
@@ -171,7 +187,7 @@ class FastModel:
         """
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        checkpointing = _wants_checkpointing(use_gradient_checkpointing)
+        level = _level_named(use_gradient_checkpointing)
         wrapping = {name: peft_kwargs.pop(name) for name in _WRAPPING_OPTIONS if name in peft_kwargs}
         targets = TARGET_MODULES if target_modules is None else target_modules
         fields: dict[str, Any] = {
@@ -195,22 +211,32 @@ class FastModel:
                 with seeded(model, random_state):
                     model = get_peft_model(model, config, **wrapping)
         require_trainable(model)
-        patch(model)
-        if checkpointing:  # after planning, so that the planned layers take it up as their level
+        patch(model, memory_budget=memory_budget, memory_levels=level if memory_levels is None else memory_levels)
+        if level != "keep" or memory_levels is not None:  # after planning: planned layers take it up as their level
             enable_checkpointing(model)
+        compile_ahead(model)
         return model
 
 
 FastLanguageModel = FastModel  # the name that people who come from Unsloth type
 
 
-def _wants_checkpointing(value: bool | str) -> bool:
-    if value is False or value in _CHECKPOINTING:
-        return bool(value)
-    raise ValueError(
-        f"use_gradient_checkpointing={value!r} is not known. Give True (the same as 'recompute', 'fastft' or "
-        "'unsloth') or False."
-    )
+def compile_ahead(model: Any) -> None:
+    """Compile the model's kernels in threads, where there is a GPU to run them on."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        from fastft.patching import warm
+
+        warm.start(inner_model(model))
+
+
+def _level_named(value: bool | str) -> str:
+    level = _CHECKPOINTING.get(value) if isinstance(value, bool | str) else None
+    if level is None:
+        raise ValueError(
+            f"use_gradient_checkpointing={value!r} is not known. Give True (the planner decides), False, or a level: "
+            "'keep', 'lean', 'recompute', 'offload'."
+        )
+    return level
 
 
 def _with_adapter(model: Any, adapter: Source) -> Any:

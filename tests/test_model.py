@@ -260,13 +260,26 @@ def test_adapters_are_float32_over_a_16bit_model(checkpoint: pathlib.Path, dtype
         assert parameter.dtype is (torch.float32 if "lora_" in name else getattr(torch, dtype)), name
 
 
-@pytest.mark.parametrize("spelling", [True, "recompute", "fastft", "unsloth"])
-def test_checkpointing_turns_layers_to_recompute_without_a_warning(checkpoint: pathlib.Path, spelling: Any) -> None:
+@pytest.mark.parametrize(
+    ("spelling", "level"),
+    [
+        (True, "auto"),
+        ("auto", "auto"),
+        ("fastft", "auto"),
+        ("unsloth", "auto"),
+        ("lean", "lean"),
+        ("recompute", "recompute"),
+        ("offload", "offload"),
+    ],
+)
+def test_checkpointing_names_the_planner_or_a_level_without_a_warning(
+    checkpoint: pathlib.Path, spelling: Any, level: str
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         model = FastModel.get_peft_model(load_16bit(checkpoint), use_gradient_checkpointing=spelling)
     layers = model.get_base_model().model.layers
-    assert [site_of(layer).level for layer in layers] == ["recompute", "recompute"]
+    assert [site_of(layer).level for layer in layers] == [level, level]
     kept = FastModel.get_peft_model(load_16bit(checkpoint), use_gradient_checkpointing=False)
     assert [site_of(layer).level for layer in kept.get_base_model().model.layers] == ["keep", "keep"]
     assert train_steps(model) == pytest.approx(train_steps(kept), rel=1e-5)

@@ -129,13 +129,16 @@ def assert_ran_fast(model: Any, forwards: int | None = None) -> None:
 
 
 @pytest.mark.trl
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("checkpointing", "level"),
+    [(True, "auto"), (False, "keep"), pytest.param(True, "recompute", marks=pytest.mark.slow)],  # in the interpreter
+)
 def test_sft_of_a_4bit_model_follows_stock_with_an_evaluation_in_the_middle(
-    tmp_path: pathlib.Path, tokenizer: Any, checkpointing: bool
+    tmp_path: pathlib.Path, tokenizer: Any, checkpointing: bool, level: str
 ) -> None:
-    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: the trainer's checkpointing recomputes once."""
+    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: the planner, or the level that was named."""
     stock = support.add_lora(support.load_4bit(support.build_model(), tmp_path / "base"))
-    fast = fastft.patch(copy.deepcopy(stock))
+    fast = fastft.patch(copy.deepcopy(stock), memory_levels="recompute" if level == "recompute" else None)
     settings = {
         "max_steps": 24,
         "eval_strategy": "steps",
@@ -151,7 +154,6 @@ def test_sft_of_a_4bit_model_follows_stock_with_an_evaluation_in_the_middle(
     # TRL keeps the adapters of a 4-bit model in bf16: each step rounds, and the norm has steps of 2**-6 from 2 to 4
     assert_same_curve(fast_log, stock_log, 2e-3, grad_norm=2**-6 * 1.01)
     assert_ran_fast(fast, forwards=24 + 3)  # one forward a step and layer, three evaluations of one batch
-    level = "recompute" if checkpointing else "keep"
     assert {s.level for m in fast.modules() if (s := registry.site_of(m)) and s.part == "decoder layer"} == {level}
     assert "mean_token_accuracy" in fast_log[0]
     assert "entropy" in fast_log[0]

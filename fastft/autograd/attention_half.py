@@ -4,9 +4,10 @@ Attention-in:   X̂ = RMSNorm(x);  Q, K, V = projections of X̂;  [Qwen3: Q, K =
 Attention:      O = softmax(Q Kᵀ / √d + mask) V — transformers' own interface, a callable here
 Attention-out:  the output projection of O, a group of one; its residual add is in the second norm's kernel
 
-RoPE turns Q and K where the projections wrote them, [batch, sequence, heads, head_dim], in one launch: no layout is
-copied. Its backward is the transpose rotation of dQ and dK, in place on buffers that attention's backward has just
-made. Attention-in keeps 1/rms, Q, K, V and X̂ Aᵀ; never X̂, which costs one read and one write to make again.
+Q, K and V are slices of one buffer [tokens, Σ out], as their joined product wrote it, and RoPE turns Q and K there, in
+one launch: no layout is copied. Its backward is the transpose rotation, which reads dQ and dK as attention's backward
+left them and writes them beside dV, as the next product wants them. Attention-in keeps 1/rms, Q, K, V and X̂ Aᵀ; never
+X̂, which costs one read and one write to make again.
 
 Attention runs under `enable_grad` on detached Q, K, V, so its backward is whatever its forward dispatched to (cuDNN,
 flash, eager …). That small graph lives in `Attended` until the first backward has used it; a second backward
@@ -22,9 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastft.autograd import projection
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.projection import Operands, Projection
+from fastft.autograd.projection import Products
 from fastft.kernels.rms_norm import NormMode, rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 
@@ -49,6 +49,17 @@ class Heads:
     key_value: int
     dim: int
 
+    def cut(self, side_by_side: Tensor, batch: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V `[batch, sequence, heads, dim]`, views of `[tokens, Σ heads · dim (+ room)]`."""
+        counts = (self.query, self.key_value, self.key_value)
+        starts = (0, self.query * self.dim, (self.query + self.key_value) * self.dim)
+        rows = side_by_side.view(batch, sequence, -1)
+        query, key, value = (
+            rows[..., start : start + count * self.dim].view(batch, sequence, count, self.dim)
+            for start, count in zip(starts, counts, strict=True)
+        )
+        return query, key, value
+
 
 class SavedIn(NamedTuple):
     """What attention-in keeps besides its input."""
@@ -70,52 +81,57 @@ class Attended:
 
     output: Tensor  # [tokens, heads · head_dim]
     graph: tuple[Tensor, Tensor, Tensor, Tensor] | None  # output with history, and the leaves query, key, value
+    retain: bool = False  # the first backward leaves the graph's tensors where they are
+
+
+def normed_rows(x: Tensor, norm: Norm, made: Products) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x) [tokens, hidden + room] as the input of `made`, in its compute dtype, and 1/rms [tokens].
+
+    Args:
+        x: `[tokens, hidden]`.
+        norm: the norm.
+        made: the products that read it.
+    """
+    room = made.input_room(x.shape[0])
+    _, inverse_rms, _ = rms_norm(x, norm.weight, norm.epsilon, mode=norm.mode, out=room[:, : x.shape[1]])
+    return room, inverse_rms
 
 
 def forward_in(
     x: Tensor,
     norm: Norm,
-    qkv: Sequence[Projection],
-    adapters: Operands,
+    qkv: Products,
     head_norms: tuple[Norm, Norm] | None,
     heads: Heads,
     cos: Tensor,
     sin: Tensor,
-    compute_dtype: torch.dtype,
-    keep_weights: list[Tensor] | None = None,
 ) -> tuple[SavedIn, Tensor]:
     """Norm, Q/K/V and rotation.
 
     Args:
         x: the residual stream `[batch, sequence, hidden]`.
         norm: the input norm.
-        qkv: the three projections.
-        adapters: their operands.
+        qkv: products of the three projections.
         head_norms: norms of Q and K over head_dim (Qwen3), or None.
         heads: head counts and width.
         cos: `[1 or batch, sequence, rotary_dim]`.
         sin: as `cos`.
-        compute_dtype: dtype of the matrix products.
-        keep_weights: see `projection.forward`.
 
     Returns:
-        What the backward needs, and X̂ `[tokens, hidden]` in the compute dtype.
+        What the backward needs, and X̂ `[tokens, hidden + room]` in the compute dtype.
     """
     batch, sequence, hidden = x.shape
-    normed, inverse_rms, _ = rms_norm(x.view(-1, hidden), norm.weight, norm.epsilon, mode=norm.mode)
-    normed = normed.to(compute_dtype)
-    (query, key, value), low_rank = projection.forward(normed, qkv, adapters, keep_weights)
-    query = query.view(batch, sequence, heads.query, heads.dim)
-    key = key.view(batch, sequence, heads.key_value, heads.dim)
-    value = value.view(batch, sequence, heads.key_value, heads.dim)
+    normed, inverse_rms = normed_rows(x.view(-1, hidden), norm, qkv)
+    side_by_side, low_rank = qkv.forward(normed)
+    query, key, value = heads.cut(side_by_side, batch, sequence)
     raw: tuple[Tensor | None, ...] = (None, None, None, None)
     if head_norms is not None:
-        raw_query, raw_key = query, key
+        raw_query, raw_key, dtype = query, key, query.dtype
         query, query_inverse_rms, _ = rms_norm(
             query, head_norms[0].weight, head_norms[0].epsilon, mode=head_norms[0].mode
         )
         key, key_inverse_rms, _ = rms_norm(key, head_norms[1].weight, head_norms[1].epsilon, mode=head_norms[1].mode)
-        query, key = query.to(compute_dtype), key.to(compute_dtype)
+        query, key = query.to(dtype), key.to(dtype)
         raw = (raw_query, raw_key, query_inverse_rms, key_inverse_rms)
     rope(query, key, cos, sin, out=(query, key))
     return SavedIn(inverse_rms, query, key, value, low_rank, *raw), normed
@@ -136,21 +152,21 @@ def attend(saved: SavedIn, attention: Attention, state: AutocastState, with_grap
 
 
 def attend_backward(grad: Tensor, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV `[batch, sequence, heads, head_dim]`, contiguous, from dO `[tokens, heads · head_dim]`."""
+    """dQ, dK, dV `[batch, sequence, heads, head_dim]`, of any strides, from dO `[tokens, heads · head_dim]`."""
     assert attended.graph is not None
     output, *leaves = attended.graph
     attended.graph = None
-    grads = torch.autograd.grad(output, leaves, grad.to(output.dtype).view(output.shape))
-    return tuple(g.transpose(1, 2).contiguous() for g in grads)  # type: ignore[return-value]
+    grads = torch.autograd.grad(output, leaves, grad.to(output.dtype).view(output.shape), retain_graph=attended.retain)
+    return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
 
 
 def backward_in(
     grads: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
     norm: Norm,
-    qkv: Sequence[Projection],
-    adapters: Operands,
+    qkv: Products,
     head_norms: tuple[Norm, Norm] | None,
+    heads: Heads,
     cos: Tensor,
     sin: Tensor,
     saved: SavedIn,
@@ -159,17 +175,17 @@ def backward_in(
     needs_leaves: Sequence[bool],
     needs_norms: tuple[bool, bool, bool],
     needs_x: bool = True,
-    weights: Sequence[Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None], tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Backward of attention-in.
 
     Args:
-        grads: dQ, dK, dV `[batch, sequence, heads, head_dim]`, this call's own: dQ and dK are rotated in place.
+        grads: dQ, dK, dV `[batch, sequence, heads, head_dim]`; read, never written.
         x: the forward's input.
         norm: the forward's norm.
-        qkv: the forward's projections.
-        adapters: their operands.
+        qkv: products of the forward's projections.
         head_norms: the forward's head norms.
+        heads: head counts and width.
         cos: as in the forward.
         sin: as in the forward.
         saved: the forward's `SavedIn`.
@@ -178,31 +194,33 @@ def backward_in(
         needs_leaves: three times `LEAVES` flags.
         needs_norms: whether the input norm's, the query norm's and the key norm's weight train.
         needs_x: whether dx is wanted.
-        weights: dense Q, K, V weights kept by a forward that has just run.
+        out: receives dx.
 
     Returns:
         dx `[tokens, hidden]` with the residual's gradient added, the leaves' gradients, the three norms' gradients.
     """
-    hidden = x.shape[-1]
-    dtype = saved.value.dtype
-    grad_query, grad_key, grad_value = (g.to(dtype) for g in grads)
-    rope(grad_query, grad_key, cos, sin, inverse=True, out=(grad_query, grad_key))
+    batch, sequence, hidden = x.shape
+    room = qkv.grad_room(batch * sequence)
+    grad_query, grad_key, grad_value = heads.cut(room, batch, sequence)
+    grad_value.copy_(grads[2])
+    dtype = room.dtype
+    rope(grads[0].to(dtype), grads[1].to(dtype), cos, sin, inverse=True, out=(grad_query, grad_key))
     grad_query_norm = grad_key_norm = None
     if head_norms is not None:
-        grad_query, grad_query_norm = _head_norm_backward(
+        grad_query_norm = _head_norm_backward(
             grad_query, saved.query_raw, head_norms[0], saved.query_inverse_rms, needs_norms[1]
         )
-        grad_key, grad_key_norm = _head_norm_backward(
+        grad_key_norm = _head_norm_backward(
             grad_key, saved.key_raw, head_norms[1], saved.key_inverse_rms, needs_norms[2]
         )
     rows = x.view(-1, hidden)
-    if normed is None:
-        normed = rms_norm(rows, norm.weight, norm.epsilon, mode=norm.mode)[0].to(dtype)
-    flat = [g.reshape(rows.shape[0], -1) for g in (grad_query, grad_key, grad_value)]
-    needs_normed = needs_x or needs_norms[0]
-    grad_normed, leaf_grads = projection.backward(
-        flat, normed, qkv, adapters, saved.low_rank, needs_leaves, needs_normed, weights
-    )
+    grad_normed, grad_low_rank = qkv.input_grad(room, needs_x or needs_norms[0])
+    if any(needs_leaves):
+        if normed is None:
+            normed, _ = normed_rows(rows, norm, qkv)
+        leaf_grads = qkv.leaf_grads(room, grad_low_rank, normed[:, :hidden], saved.low_rank, needs_leaves)
+    else:
+        leaf_grads = [None] * len(needs_leaves)
     if grad_normed is None:
         return None, leaf_grads, (None, grad_query_norm, grad_key_norm)
     grad_x, grad_norm = rms_norm_backward(
@@ -213,13 +231,19 @@ def backward_in(
         mode=norm.mode,
         residual_grad=residual_grad,
         needs_weight_grad=needs_norms[0],
+        out=out,
     )
     return grad_x if needs_x else None, leaf_grads, (grad_norm, grad_query_norm, grad_key_norm)
 
 
 def _head_norm_backward(
     grad: Tensor, raw: Tensor | None, norm: Norm, inverse_rms: Tensor | None, needs_weight: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor | None:
+    """Turn `grad` `[batch, sequence, heads, head_dim]` in place into the gradient before a head norm; the weight's."""
     assert raw is not None
     assert inverse_rms is not None
-    return rms_norm_backward(grad, raw, norm.weight, inverse_rms, mode=norm.mode, needs_weight_grad=needs_weight)
+    before, grad_weight = rms_norm_backward(
+        grad, raw, norm.weight, inverse_rms, mode=norm.mode, needs_weight_grad=needs_weight
+    )
+    grad.copy_(before)
+    return grad_weight

@@ -3,11 +3,13 @@
     h = x + O(attention(RMSNorm(x)))          y = h + MLP(RMSNorm(h))          x, h, y [batch, sequence, hidden]
 
 One node instead of some thirty: an eager autograd node costs the host 0.03–0.2 ms, and what is saved between the
-forward and the backward is decided here rather than by thirty modules. Two levels:
+forward and the backward is decided here rather than by thirty modules. Four levels:
 
 keep        saves x, 1/rms, Q, K, V, O, h, G, U and the small X Aᵀ; the backward makes the two norms and SwiGLU again.
-recompute   saves x alone; the backward runs the layer again except for the down projection, whose output nobody needs,
-            and hands the dense weights it has just dequantized to the products of the backward that follow.
+lean        the same less G and U, the two widest: the backward makes them again, tile by tile.
+recompute   saves x alone; the backward runs the attention half again, then goes on as *lean* does. The down projection
+            is not run again: nobody needs its output. The dense weights of the recomputation serve the backward.
+offload     as recompute, with x in host memory (`LayerCall.host`).
 
 The residual gradient travels inside the norm's backward kernel (dh = d RMSNorm + dy in one store), and the residual
 add of attention's output inside the second norm's forward kernel. Rounding follows transformers: each projection's
@@ -20,28 +22,29 @@ attention callable ride in `LayerCall`, read once, in the forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fastft.autograd import attention_half, mlp_half, projection
+from fastft.autograd import attention_half, mlp_half
 from fastft.autograd.attention_half import Attended, Attention, Heads, Norm, SavedIn
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import (
     LEAVES,
-    Operands,
+    Products,
     Projection,
     flatten_leaves,
-    operands,
+    products,
     restore_leaves,
     to_leaf_dtypes,
 )
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 
-Level = Literal["keep", "recompute"]
+Level = Literal["keep", "lean", "recompute", "offload"]
 NORMS = 4  # input, post-attention, query, key
 
 
@@ -60,6 +63,9 @@ class LayerCall:
     attention: Attention
     autocast: AutocastState
     level: Level = "keep"
+    host: HostStore | None = None  # for level offload; without one it is recompute
+    attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
+    observer: Callable[[], None] | None = None  # called when a backward ends
 
     @property
     def projections(self) -> list[Projection]:
@@ -70,10 +76,6 @@ class LayerCall:
     def norms(self) -> list[Norm | None]:
         """The four norms, in the order of their leaves."""
         return [self.input_norm, self.post_norm, *(self.head_norms or (None, None))]
-
-    def operands(self, dtype: torch.dtype) -> list[Operands]:
-        """Adapters in the compute dtype: of Q/K/V, of the output projection, of gate and up, of down."""
-        return operands([self.qkv, [self.output], self.gate_up, [self.down]], dtype)
 
     def leaves(self) -> list[Tensor | None]:
         """Tensors a gradient can flow to: four norm weights, then four per projection."""
@@ -100,40 +102,74 @@ class LayerCall:
         )
 
 
-class Saved(NamedTuple):
-    """Everything level *keep* saves besides x (level *recompute* saves nothing of it)."""
+class AttentionSaved(NamedTuple):
+    """What levels *keep* and *lean* save besides x."""
 
     into: SavedIn
     attended: Tensor  # [tokens, heads · head_dim]
     out_low_rank: Tensor | None  # O Aᵀ of the output projection
     h: Tensor  # [tokens, hidden]
-    inverse_rms: Tensor
-    mlp: mlp_half.Saved
+    inverse_rms: Tensor  # [tokens]
 
     def flatten(self) -> list[Tensor | None]:
         """A flat list for `save_for_backward`."""
-        return [*self.into, self.attended, self.out_low_rank, self.h, self.inverse_rms, *self.mlp]
+        return [*self.into, *self[1:]]
 
     @classmethod
-    def restore(cls, flat: list[Tensor | None]) -> Saved:
+    def restore(cls, flat: Sequence[Tensor | None]) -> AttentionSaved:
         """The inverse of `flatten`."""
-        n_in = len(SavedIn._fields)
-        attended, out_low_rank, h, inverse_rms, *mlp = flat[n_in:]
-        return cls(SavedIn(*flat[:n_in]), attended, out_low_rank, h, inverse_rms, mlp_half.Saved(*mlp))  # type: ignore[arg-type]
+        inner = len(SavedIn._fields)
+        return cls(SavedIn(*flat[:inner]), *flat[inner:])  # type: ignore[arg-type]
 
 
-N_SAVED = len(SavedIn._fields) + len(Saved._fields) - 2 + len(mlp_half.Saved._fields)
+N_ATTENTION = len(SavedIn._fields) + len(AttentionSaved._fields) - 1
+N_SAVED = {"keep": N_ATTENTION + len(mlp_half.Saved._fields), "lean": N_ATTENTION, "recompute": 0, "offload": 0}
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a recomputation hands to the backward right after it, beyond `Saved`: cheap to hold for that long."""
+class Recomputed:
+    """What a recomputation hands to the backward right after it, beyond `AttentionSaved`."""
 
-    qkv: list[Tensor] = field(default_factory=list)  # dense base weights
-    output: list[Tensor] = field(default_factory=list)
-    gate_up: list[Tensor] = field(default_factory=list)
-    normed: Tensor | None = None  # RMSNorm(x) [tokens, hidden]
-    normed_h: Tensor | None = None  # RMSNorm(h) [tokens, hidden]
+    qkv: Products
+    output: Products
+    gate_up: Products
+    normed: Tensor  # RMSNorm(x) [tokens, hidden + room]
+    normed_h: Tensor  # RMSNorm(h) [tokens, hidden + room]
+
+
+def forward_attention(
+    x: Tensor, cos: Tensor, sin: Tensor, call: LayerCall, dtype: torch.dtype, with_graph: bool
+) -> tuple[AttentionSaved, Attended, Recomputed]:
+    """The layer up to the second norm.
+
+    Args:
+        x: `[batch, sequence, hidden]`, contiguous.
+        cos: `[1 or batch, sequence, rotary_dim]`.
+        sin: as `cos`.
+        call: the layer.
+        dtype: compute dtype of the products.
+        with_graph: record attention's own graph for the backward.
+    """
+    rows = x.view(-1, x.shape[-1])
+    qkv = products(call.qkv, dtype)
+    into, normed = attention_half.forward_in(x, call.input_norm, qkv, call.head_norms, call.heads, cos, sin)
+    attended = attention_half.attend(into, call.attention, call.autocast, with_graph)
+    output = products([call.output], dtype)
+    projected, out_low_rank = output.forward(attended.output)
+    gate_up = products(call.gate_up, dtype)
+    norm, normed_h = call.post_norm, gate_up.input_room(rows.shape[0])
+    projected = projected.to(x.dtype)
+    _, inverse_rms, h = rms_norm(
+        projected,
+        norm.weight,
+        norm.epsilon,
+        mode=norm.mode,
+        residual=rows,
+        out=normed_h[:, : rows.shape[1]],
+        summed_out=projected,  # each row is read before it is written
+    )
+    saved = AttentionSaved(into, attended.output, out_low_rank, h, inverse_rms)
+    return saved, attended, Recomputed(qkv, output, gate_up, normed, normed_h)
 
 
 def forward(
@@ -141,56 +177,41 @@ def forward(
     cos: Tensor,
     sin: Tensor,
     call: LayerCall,
-    adapters: list[Operands],
     with_graph: bool,
-    kept: Kept | None = None,
-) -> tuple[Tensor | None, Saved, Attended]:
-    """The layer's output, what level *keep* saves, and attention's graph (with `with_graph`).
+    keep_mlp: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, AttentionSaved | None, mlp_half.Saved | None, Attended | None]:
+    """The layer's output; with `with_graph` also what levels *keep* and *lean* save, and attention's graph.
 
     Args:
         x: `[batch, sequence, hidden]`, contiguous.
         cos: `[1 or batch, sequence, rotary_dim]`.
         sin: as `cos`.
         call: the layer.
-        adapters: `call.operands`.
         with_graph: record attention's own graph for the backward.
-        kept: given by a recomputation: gets what the backward can use at once, and the down projection is left out
-            (output None).
+        keep_mlp: whether gate and up are wanted.
+        out: receives the output.
     """
-    again = kept or Kept()
-    keep = kept is not None
     dtype = call.autocast.compute_dtype(x.dtype)
-    into, normed = attention_half.forward_in(
-        x,
-        call.input_norm,
-        call.qkv,
-        adapters[0],
-        call.head_norms,
-        call.heads,
-        cos,
-        sin,
-        dtype,
-        again.qkv if keep else None,
-    )
-    again.normed = normed if keep else None
-    del normed
-    attended = attention_half.attend(into, call.attention, call.autocast, with_graph)
-    (projected,), out_low_rank = projection.forward(
-        attended.output, [call.output], adapters[1], again.output if keep else None
-    )
-    norm = call.post_norm
-    normed, inverse_rms, h = rms_norm(
-        projected.to(x.dtype), norm.weight, norm.epsilon, mode=norm.mode, residual=x.view(-1, x.shape[-1])
-    )
-    del projected
-    normed = normed.to(dtype)
-    again.normed_h = normed if keep else None
-    y, mlp = mlp_half.forward(
-        normed, call.gate_up, call.down, adapters[2:], again.gate_up if keep else None, skip_down=keep
-    )
-    if y is not None:
-        y = (y.add_(h) if y.dtype == h.dtype else h + y).view(x.shape)
-    return y, Saved(into, attended.output, out_low_rank, h, inverse_rms, mlp), attended
+    attended: Attended | None
+    saved, attended, made = forward_attention(x, cos, sin, call, dtype, with_graph)
+    h, normed_h, gate_up = saved.h, made.normed_h, made.gate_up
+    del made
+    kept: AttentionSaved | None = None
+    if with_graph:  # views of rooms: as they are, they would keep the rooms alive
+        low_rank = saved.into.low_rank
+        kept = saved._replace(into=saved.into._replace(low_rank=None if low_rank is None else low_rank.contiguous()))
+    del saved
+    if kept is None:
+        attended = None  # Q, K, V and O are let go before the widest tensors come
+    down = products([call.down], dtype)
+    hidden, intermediate = x.shape[-1], call.gate_up[0].out_features
+    y, mlp = mlp_half.forward(normed_h, gate_up, down, hidden, intermediate, keep_mlp)
+    if out is not None:
+        y = torch.add(h, y, out=out.view(h.shape))
+    else:
+        y = y.add_(h) if y.dtype == h.dtype else h + y
+    return y.view(x.shape), kept, mlp, attended
 
 
 def backward(
@@ -199,11 +220,12 @@ def backward(
     cos: Tensor,
     sin: Tensor,
     call: LayerCall,
-    adapters: list[Operands],
-    saved: Saved | None,
+    saved: AttentionSaved | None,
+    mlp: mlp_half.Saved | None,
     attended: Attended | None,
     needs_x: bool,
     needs_leaves: list[bool],
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx `[batch, sequence, hidden]` and the gradient of every leaf, in the order of `LayerCall.leaves`.
 
@@ -213,78 +235,95 @@ def backward(
         cos: as in the forward.
         sin: as in the forward.
         call: the forward's call.
-        adapters: `call.operands`.
-        saved: what level *keep* saved, or None: everything is made again.
+        saved: what levels *keep* and *lean* saved, or None: attention is run again.
+        mlp: what level *keep* saved, or None: gate and up are made again.
         attended: attention's graph, or None: it is built again.
         needs_x: whether dx is wanted.
         needs_leaves: one flag per leaf.
+        out: receives dx, if it is wanted.
     """
-    dtype = call.autocast.compute_dtype(x.dtype)
-    grad = grad.reshape(-1, x.shape[-1])
+    dtype, rows = call.autocast.compute_dtype(x.dtype), x.view(-1, x.shape[-1])
+    grad = grad.reshape(rows.shape)
     needs_norms, needs_projections = needs_leaves[:NORMS], needs_leaves[NORMS:]
-    kept: Kept | None = None
+    made: Recomputed | None = None
     if saved is None:
-        kept = Kept()
-        _, saved, attended = forward(x, cos, sin, call, adapters, with_graph=True, kept=kept)
-    elif attended is None or attended.graph is None:
-        attended = attention_half.attend(saved.into, call.attention, call.autocast, with_graph=True)
-    into, attention_output, out_low_rank, h, inverse_rms, mlp = saved
-    del saved
-    norm = call.post_norm
-    if kept is None:
-        normed_h = rms_norm(h, norm.weight, norm.epsilon, mode=norm.mode)[0].to(dtype)
+        saved, attended, made = forward_attention(x, cos, sin, call, dtype, with_graph=True)
+        qkv, output, gate_up, normed_h = made.qkv, made.output, made.gate_up, made.normed_h
     else:
-        normed_h, kept.normed_h = kept.normed_h, None
+        if attended is None or attended.graph is None:
+            attended = attention_half.attend(saved.into, call.attention, call.autocast, with_graph=True)
+        gate_up = products(call.gate_up, dtype)
+        normed_h, _ = attention_half.normed_rows(saved.h, call.post_norm, gate_up)
+    normed = None
+    if made is not None:
+        normed = made.normed
+        del made
+    into, attention_output, out_low_rank, h, inverse_rms = saved
+    del saved
     grad_normed, mlp_grads = mlp_half.backward(
         grad.to(dtype),
-        normed_h,  # type: ignore[arg-type]
-        call.gate_up,
-        call.down,
-        adapters[2:],
+        normed_h,
+        gate_up,
+        products([call.down], dtype),
+        call.gate_up[0].out_features,
         mlp,
         needs_projections[4 * LEAVES :],
-        weights=None if kept is None else kept.gate_up,
-        owns_saved=kept is not None,
     )
-    del mlp, normed_h
-    if kept is not None:
-        kept.gate_up.clear()
+    del mlp, normed_h, gate_up
     assert grad_normed is not None
     assert attended is not None
+    if normed is None:
+        output = products([call.output], dtype)
+    room = output.grad_room(rows.shape[0])  # dh goes where the output projection's products want it
+    norm, target = call.post_norm, room[:, : rows.shape[1]]
     grad_h, grad_post = rms_norm_backward(
-        grad_normed, h, norm.weight, inverse_rms, mode=norm.mode, residual_grad=grad, needs_weight_grad=needs_norms[1]
+        grad_normed,
+        h,
+        norm.weight,
+        inverse_rms,
+        mode=norm.mode,
+        residual_grad=grad,
+        needs_weight_grad=needs_norms[1],
+        out=target if x.dtype == dtype else None,
     )
-    del grad_normed, h
-    grad_attended, out_grads = projection.backward(
-        [grad_h.to(dtype)],
-        attention_output,
-        [call.output],
-        adapters[1],
-        out_low_rank,
-        needs_projections[3 * LEAVES : 4 * LEAVES],
-        weights=None if kept is None else kept.output,
+    if x.dtype != dtype:
+        target.copy_(grad_h)
+    del grad_normed, h, target
+    grad_attended, grad_low_rank = output.input_grad(room)
+    out_grads = output.leaf_grads(
+        room, grad_low_rank, attention_output, out_low_rank, needs_projections[3 * LEAVES : 4 * LEAVES]
     )
+    del output, room
     grads = attention_half.attend_backward(grad_attended, attended)  # type: ignore[arg-type]
     del grad_attended, attention_output
+    if normed is None:
+        qkv = products(call.qkv, dtype)
     grad_x, qkv_grads, norm_grads = attention_half.backward_in(
         grads,
         x,
         call.input_norm,
-        call.qkv,
-        adapters[0],
+        qkv,
         call.head_norms,
+        call.heads,
         cos,
         sin,
         into,
-        None if kept is None else kept.normed,
+        normed,
         grad_h,
         needs_projections[: 3 * LEAVES],
         (needs_norms[0], needs_norms[2], needs_norms[3]),
         needs_x,
-        None if kept is None else kept.qkv,
+        None if out is None else out.view(rows.shape),
     )
     leaf_grads = [norm_grads[0], grad_post, norm_grads[1], norm_grads[2], *qkv_grads, *out_grads, *mlp_grads]
     return None if grad_x is None else grad_x.view(x.shape), leaf_grads
+
+
+class HostStore(Protocol):
+    """Where level *offload* leaves x (memory/offload.py)."""
+
+    def put(self, tensor: Tensor) -> Any:
+        """Start copying `tensor` to host memory; the returned parcel's `get()` brings it back."""
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -292,31 +331,40 @@ class _DecoderLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor, *leaves: Tensor | None) -> Tensor:
-        keep = call.level == "keep"
         # Ambient autocast stays on: every product's operands are in its dtype already, and attention is to see it.
-        adapters = call.operands(call.autocast.compute_dtype(x.dtype))
-        y, saved, attended = forward(x, cos, sin, call, adapters, with_graph=keep)
-        # Adapters in the compute dtype are a copy of one megabyte a layer (8B, r=16): kept, they are cast once a step.
-        ctx.call, ctx.adapters, ctx.attended = call, adapters, attended if keep else None
-        ctx.save_for_backward(x, cos, sin, *leaves, *(saved.flatten() if keep else ()))
-        return y  # type: ignore[return-value]
+        level = call.level
+        keeps_attention = level in ("keep", "lean")
+        parcel = call.host.put(x) if level == "offload" and call.host is not None else None  # beside the forward
+        y, saved, mlp, attended = forward(x, cos, sin, call, with_graph=keeps_attention, keep_mlp=level == "keep")
+        ctx.call, ctx.attended, ctx.parcel = call, attended, parcel
+        kept_x = x if parcel is None else None
+        kept = [] if saved is None else [*saved.flatten(), *(mlp or ())]
+        ctx.save_for_backward(kept_x, cos, sin, *leaves, *kept)
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, *rest = ctx.saved_tensors
-        saved = Saved.restore(rest[-N_SAVED:]) if ctx.call.level == "keep" else None
-        leaves = rest[:-N_SAVED] if saved is not None else rest
-        adapters, attended = ctx.adapters, ctx.attended
-        ctx.adapters = ctx.attended = None  # a node outlives its backward for as long as the loss does
+        call, attended = ctx.call, ctx.attended
+        ctx.attended = None  # a node outlives its backward for as long as the loss does
+        n_saved = N_SAVED[call.level]
+        leaves, kept = rest[: len(rest) - n_saved], rest[len(rest) - n_saved :]
+        del rest
+        if ctx.parcel is not None:
+            x = ctx.parcel.get()
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                ctx.parcel = None  # the host memory is the next step's, though somebody holds on to the loss
+        saved = AttentionSaved.restore(kept[:N_ATTENTION]) if kept else None
+        mlp = mlp_half.Saved(*kept[N_ATTENTION:]) if call.level == "keep" else None  # type: ignore[arg-type]
+        del kept
         needs_x, needs_leaves = ctx.needs_input_grad[1], list(ctx.needs_input_grad[4:])
         with suspended(x.device.type):
-            call = ctx.call.with_leaves(leaves)
-            del rest
-            if adapters is None:  # a second backward through a retained graph
-                adapters = call.operands(call.autocast.compute_dtype(x.dtype))
-            grad_x, leaf_grads = backward(grad, x, cos, sin, call, adapters, saved, attended, needs_x, needs_leaves)
+            call = call.with_leaves(leaves)
+            grad_x, leaf_grads = backward(grad, x, cos, sin, call, saved, mlp, attended, needs_x, needs_leaves)
             leaf_grads = to_leaf_dtypes(leaf_grads, leaves)
+        if call.observer is not None:
+            call.observer()
         return None, grad_x, None, None, *leaf_grads
 
 
@@ -338,6 +386,4 @@ def apply_layer(x: Tensor, cos: Tensor, sin: Tensor, call: LayerCall) -> Tensor:
         if x.requires_grad or any(leaf is not None and leaf.requires_grad for leaf in leaves):
             return _DecoderLayer.apply(call, x, cos, sin, *leaves)  # type: ignore[no-any-return]
     with torch.no_grad():
-        y, _, _ = forward(x, cos, sin, call, call.operands(call.autocast.compute_dtype(x.dtype)), with_graph=False)
-    assert y is not None
-    return y
+        return forward(x, cos, sin, call, with_graph=False, keep_mlp=False)[0]

@@ -5,158 +5,203 @@ projection:
 
     dU = dP ⊙ silu(G)        dG = dP ⊙ U ⊙ σ(G) (1 + G (1 − σ(G)))
 
-The forward keeps G, U and the two X Aᵀ; P is made again in the kernel that makes dG and dU (it reads G and U anyway),
-because keeping it would cost a third [tokens, intermediate]. Gate and up share X, so they are one group: one product
-with the stacked A, and one dA. When the caller says that G and U are its own (recomputation), dG and dU are written
-over them.
+What is kept is G and U (level *keep*) or nothing: then the backward makes them again from X. P is made again in the
+kernel that makes dG and dU in either case (it reads G and U anyway). Gate and up share X, so they are one group, and G
+and U lie side by side.
+
+Every row goes its own way, so both passes walk over the tokens in tiles: the tensors [tile, intermediate], of which the
+backward holds three pairs' worth, are what would otherwise set the peak memory of a training step. Weights are
+dequantized once for all tiles; adapters' gradients are summed over tiles in float32. A tile is large enough that the
+matrix products do not notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastft.autograd import projection
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import (
     LEAVES,
-    Operands,
+    Products,
     Projection,
+    add_leaf_grads,
     flatten_leaves,
-    operands,
+    products,
     restore_leaves,
     to_leaf_dtypes,
 )
 from fastft.kernels.swiglu import swiglu, swiglu_backward
 
+TILE_BYTES = 384 * 2**20  # of gate, up and their product: 4,681 tokens of an 8B model in 16 bits
+TILE_MULTIPLE = 128  # rows a matrix unit's tile takes
+
 
 class Saved(NamedTuple):
-    """What the MLP keeps besides its input; `down_low_rank` is None where the down projection was left out."""
+    """What level *keep* keeps besides the input."""
 
-    gate: Tensor  # [tokens, intermediate]
-    up: Tensor  # [tokens, intermediate]
+    gate_up: Tensor  # [tokens, 2 · intermediate]
     low_rank: Tensor | None  # X [Ag; Au]ᵀ
     down_low_rank: Tensor | None  # P Adᵀ
 
 
+def tile_rows(tokens: int, intermediate: int, itemsize: int) -> int:
+    """Tokens in a tile: as many as `TILE_BYTES` allow, in tiles of equal size."""
+    most = max(TILE_MULTIPLE, TILE_BYTES // (3 * intermediate * itemsize))
+    tiles = max(1, -(-tokens // most))
+    rows = -(-tokens // tiles)
+    return min(tokens, -(-rows // TILE_MULTIPLE) * TILE_MULTIPLE)
+
+
+def _tiles(tokens: int, rows: int) -> Iterator[slice]:
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
 def forward(
-    x: Tensor,
-    gate_up: Sequence[Projection],
-    down: Projection,
-    adapters: Sequence[Operands],
-    keep_weights: list[Tensor] | None = None,
-    skip_down: bool = False,
-) -> tuple[Tensor | None, Saved]:
-    """The MLP's output and what its backward needs.
+    x: Tensor, gate_up: Products, down: Products, width: int, intermediate: int, keep: bool
+) -> tuple[Tensor, Saved | None]:
+    """The MLP's output [tokens, hidden] and, with `keep`, what its backward needs.
 
     Args:
-        x: `[tokens, hidden]` in the compute dtype (the norm's output).
-        gate_up: the gate and the up projection, in this order.
-        down: the down projection.
-        adapters: operands of gate and up, and of down.
-        keep_weights: see `projection.forward`; gets the gate's and the up projection's dense weights.
-        skip_down: leave out the down projection: a recomputation needs everything but the output.
-
-    Returns:
-        `[tokens, hidden]` (None with `skip_down`), and `Saved`.
+        x: `[tokens, hidden]` in the compute dtype, with or without `gate_up`'s room.
+        gate_up: products of the gate and the up projection, in this order.
+        down: products of the down projection.
+        width: hidden, the columns of the output.
+        intermediate: columns of the gate.
+        keep: whether gate and up are kept.
     """
-    (gate, up), low_rank = projection.forward(x, gate_up, adapters[0], keep_weights)
-    if skip_down:
-        return None, Saved(gate, up, low_rank, None)
-    product = swiglu(gate, up)  # [tokens, intermediate]
-    (output,), down_low_rank = projection.forward(product, [down], adapters[1])
-    return output, Saved(gate, up, low_rank, down_low_rank)
+    tokens = x.shape[0]
+    output = x.new_empty((tokens, width))
+    rows = tile_rows(tokens, intermediate, x.element_size())
+    kept = x.new_empty((tokens, 2 * intermediate)) if keep else None
+    low_ranks: list[Tensor | None] = []
+    down_low_ranks: list[Tensor | None] = []
+    for part in _tiles(tokens, rows):
+        both, low_rank = gate_up.forward(x[part], None if kept is None else kept[part])
+        room = down.input_room(both.shape[0])
+        product = room[:, :intermediate]
+        swiglu(both[:, :intermediate], both[:, intermediate:], out=product)
+        del both
+        _, down_low_rank = down.forward(room, output[part])
+        if keep:  # copies: a view would keep the room alive
+            low_ranks.append(None if low_rank is None else low_rank.contiguous())
+            down_low_ranks.append(None if down_low_rank is None else down_low_rank.contiguous())
+    if kept is None:
+        return output, None
+    return output, Saved(kept, _joined(low_ranks), _joined(down_low_ranks))
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return None if not present else present[0] if len(present) == 1 else torch.cat(present)
 
 
 def backward(
     grad: Tensor,
     x: Tensor,
-    gate_up: Sequence[Projection],
-    down: Projection,
-    adapters: Sequence[Operands],
-    saved: Saved,
+    gate_up: Products,
+    down: Products,
+    intermediate: int,
+    saved: Saved | None,
     needs_leaves: Sequence[bool],
     needs_x: bool = True,
-    weights: Sequence[Tensor] | None = None,
-    owns_saved: bool = False,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of the MLP's input and of its leaves (gate, up, down; `LEAVES` each), in the compute dtype.
+    """Gradients of the MLP's input and of its leaves (gate, up, down; `LEAVES` each), in the compute dtype or wider.
 
     Args:
         grad: `[tokens, hidden]` in the compute dtype; read, never written.
-        x: the forward's input.
-        gate_up: the forward's gate and up projections.
-        down: the forward's down projection.
-        adapters: operands of gate and up, and of down.
-        saved: the forward's `Saved`.
+        x: the forward's input, with or without `gate_up`'s room (which is written to).
+        gate_up: products of gate and up.
+        down: products of down.
+        intermediate: columns of the gate.
+        saved: the forward's `Saved`, read and never written; None: gate and up are made again.
         needs_leaves: three times `LEAVES` flags.
         needs_x: whether dX is wanted.
-        weights: dense gate and up weights kept by a forward that has just run.
-        owns_saved: G and U belong to this call alone, so dG and dU may be written over them.
     """
-    stacked_a, (lora_b,) = adapters[1]
-    # dP first, alone: the down projection's own leaves need P, which the SwiGLU backward makes from G and U below.
-    grad_product = torch.mm(grad, down.dense(x.dtype))  # [tokens, intermediate]
-    grad_low_rank = None
-    if stacked_a is not None and lora_b is not None:
-        grad_low_rank = torch.empty((x.shape[0], down.rank), dtype=x.dtype, device=x.device)
-        grad_low_rank.addmm_(grad, lora_b, beta=0, alpha=down.scale)
-        grad_product.addmm_(grad_low_rank, stacked_a)
-    own = (grad_product, saved.gate, saved.up) if owns_saved else None
-    product, grad_gate, grad_up = swiglu_backward(grad_product, saved.gate, saved.up, out=own)
-    del grad_product
-    down_low_rank = saved.down_low_rank
-    if down_low_rank is None and stacked_a is not None:
-        down_low_rank = torch.mm(product, stacked_a.t())
-    down_grads = _down_leaf_grads(grad, product, grad_low_rank, down_low_rank, down.scale, needs_leaves[2 * LEAVES :])
-    del product
-    grad_x, leaf_grads = projection.backward(
-        (grad_gate, grad_up), x, gate_up, adapters[0], saved.low_rank, needs_leaves[: 2 * LEAVES], needs_x, weights
-    )
-    return grad_x, leaf_grads + down_grads
+    tokens, width = grad.shape
+    grad_x = x.new_empty((tokens, width)) if needs_x else None
+    leaf_grads: list[Tensor | None] = [None] * (3 * LEAVES)
+    rows = tile_rows(tokens, intermediate, x.element_size())
+    for part in _tiles(tokens, rows):
+        tile = _tile_backward(
+            grad[part],
+            x[part],
+            gate_up,
+            down,
+            intermediate,
+            None if saved is None else Saved(*(None if t is None else t[part] for t in saved)),  # type: ignore[arg-type]
+            needs_leaves,
+            needs_x,
+            None if grad_x is None else grad_x[part],
+        )
+        if rows == tokens:
+            return grad_x, tile
+        add_leaf_grads(leaf_grads, tile)
+    return grad_x, leaf_grads
 
 
-def _down_leaf_grads(
+def _tile_backward(
     grad: Tensor,
-    product: Tensor,
-    grad_low_rank: Tensor | None,
-    low_rank: Tensor | None,
-    scale: float,
-    needs: Sequence[bool],
+    x: Tensor,
+    gate_up: Products,
+    down: Products,
+    intermediate: int,
+    saved: Saved | None,
+    needs_leaves: Sequence[bool],
+    needs_x: bool,
+    out: Tensor | None,
 ) -> list[Tensor | None]:
-    """dW, db, dA, dB of the down projection from dY `[tokens, hidden]` and P `[tokens, intermediate]`."""
-    needs_weight, needs_bias, needs_a, needs_b = needs
-    return [
-        torch.mm(grad.t(), product) if needs_weight else None,
-        grad.sum(0, dtype=projection.sum_dtype(grad.dtype)) if needs_bias else None,
-        torch.mm(grad_low_rank.t(), product) if needs_a and grad_low_rank is not None else None,
-        projection.grad_of_b(grad, low_rank, scale) if needs_b and low_rank is not None else None,
-    ]
+    """The leaves' gradients from one tile of tokens; dX goes to `out`."""
+    tokens, width = grad.shape
+    both = gate_up.grad_room(tokens)  # G and U, then dG and dU
+    gate, up = both[:, :intermediate], both[:, intermediate : 2 * intermediate]
+    if saved is None:
+        _, low_rank = gate_up.forward(x, both[:, : 2 * intermediate])
+        made_gate, made_up, down_low_rank = gate, up, None
+    else:
+        made_gate, made_up = saved.gate_up[:, :intermediate], saved.gate_up[:, intermediate:]
+        low_rank, down_low_rank = saved.low_rank, saved.down_low_rank
+    needs_down = needs_leaves[2 * LEAVES :]
+    if down.columns:
+        room = down.grad_room(tokens)
+        room[:, :width].copy_(grad)
+    else:
+        room = grad
+    # dP first, alone: the down projection's own leaves need P, which the SwiGLU backward makes from G and U.
+    grad_product, low_rank_grad = down.input_grad(room)
+    product, _, _ = swiglu_backward(grad_product, made_gate, made_up, out=(grad_product, gate, up))
+    assert product is not None
+    down_grads = down.leaf_grads(room, low_rank_grad, product, down_low_rank, needs_down)
+    del grad_product, product, room
+    _, grad_low_rank = gate_up.input_grad(both, needs_x, out)
+    return gate_up.leaf_grads(both, grad_low_rank, x, low_rank, needs_leaves[: 2 * LEAVES]) + down_grads
 
 
 class _MLP(torch.autograd.Function):
-    """Autograd shell of the pair above, for an MLP whose decoder layer runs stock."""
+    """Autograd shell of the pair, for an MLP whose decoder layer does not run as one node."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        gate_up: Sequence[Projection],
+        gate_up: tuple[Projection, Projection],
         down: Projection,
         state: AutocastState,
         x: Tensor,
         *leaves: Tensor | None,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        ctx.gate_up, ctx.down, ctx.shape, ctx.compute_dtype = gate_up, down, x.shape, state.compute_dtype(x.dtype)
+        rows, dtype = x.reshape(-1, x.shape[-1]), state.compute_dtype(x.dtype)
         with suspended(x.device.type):
-            adapters = operands([gate_up, [down]], ctx.compute_dtype)
-            output, saved = forward(rows.to(ctx.compute_dtype), gate_up, down, adapters)
+            made = products(gate_up, dtype), products([down], dtype)
+            output, saved = forward(rows.to(dtype), *made, down.out_features, gate_up[0].out_features, keep=True)
+        assert saved is not None
+        ctx.gate_up, ctx.down, ctx.compute_dtype, ctx.shape = gate_up, down, dtype, x.shape
         ctx.save_for_backward(rows, *saved, *leaves)
-        return output.view(x.shape)  # type: ignore[union-attr]
+        return output.view(*x.shape[:-1], output.shape[-1])
 
     @staticmethod
     @first_order
@@ -169,9 +214,9 @@ class _MLP(torch.autograd.Function):
             grad_x, leaf_grads = backward(
                 grad.reshape(-1, grad.shape[-1]).to(ctx.compute_dtype),
                 rows.to(ctx.compute_dtype),
-                (gate, up),
-                down,
-                operands([(gate, up), [down]], ctx.compute_dtype),
+                products((gate, up), ctx.compute_dtype),
+                products([down], ctx.compute_dtype),
+                gate.out_features,
                 saved,
                 needs_leaves,
                 needs_x,
@@ -183,6 +228,16 @@ class _MLP(torch.autograd.Function):
 
 
 def apply_mlp(x: Tensor, gate_up: Sequence[Projection], down: Projection) -> Tensor:
-    """Differentiable gated MLP over `x` `[..., hidden]`; returns `[..., hidden]` in the compute dtype."""
+    """The MLP, differentiable in x and in every leaf.
+
+    Args:
+        x: `[..., hidden]`. Under autocast the products run in its dtype, else in `x`'s.
+        gate_up: the gate and the up projection.
+        down: the down projection.
+
+    Returns:
+        `[..., hidden]` in the compute dtype.
+    """
+    gate, up = gate_up
     state = AutocastState.current(x.device.type)
-    return _MLP.apply(gate_up, down, state, x, *flatten_leaves([*gate_up, down]))  # type: ignore[no-any-return]
+    return _MLP.apply((gate, up), down, state, x, *flatten_leaves([gate, up, down]))  # type: ignore[no-any-return]

@@ -10,29 +10,30 @@ The backward, with U_i = s_i dY_i B_i  [tokens, rank_i]:
     dW_i = dY_iᵀ X,  db_i = Σ_tokens dY_i      where the base trains
 
 What it saves is X Aᵀ [tokens, Σ rank], a few per cent of Y; X is the caller's (rebuilt by the caller from x and 1/rms
-when it is a norm's output). The adapters themselves are brought into the compute dtype and stacked once for a forward
-and once for a backward (`operands`): one copy kernel for all groups of a layer, where casting each would be fourteen.
-A 4-bit W is dequantized once for the forward and once for the backward and never kept, unless the caller asks for it
-(a recomputation and its backward are neighbours in time: `keep_weights`).
+when it is a norm's output).
 
-Bytes: beside the base product each adapter reads X once for the whole group (not once per projection) and reads and
-writes Y_i once, inside the product that adds to it. Rounding: Y is rounded once after the base product and once after
-the adapter is added in fp32 inside the GEMM (stock rounds the adapter's own output as well). The scale is GEMM's
-alpha: no rounding, no kernel. Adapters kept in another dtype are cast to the compute dtype; their gradients are cast
-back.
+4-bit weights are dequantized together with their adapters into one matrix (`JoinedProducts`, kernels/join.py), so that
+the whole group is one product each way and the adapter's share is added inside its accumulator: Y is written once and
+rounded once, where stock rounds the base's output, the adapter's two, and their sum. The matrix is made once for the
+forward and once for the backward and never kept, unless the two are neighbours in time (a recomputation). Dense weights
+are used where they lie (`SeparateProducts`): each adapter reads X once for the whole group and then reads and writes
+Y_i once, inside the product that adds to it in fp32. Adapters kept in another dtype are cast to the compute dtype;
+their gradients are cast back. s·B is rounded once more where s is not a power of two (joined; for separate products the
+scale is the product's alpha).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.first_order import first_order
+from fastft.kernels.join import Adapter, join, padded_rank
 from fastft.kernels.nf4 import QuantizedWeight, dequantize
 
 LEAVES = 4  # tensors a projection can train: weight, bias, lora_a, lora_b
@@ -90,147 +91,236 @@ class Projection:
         return dequantize(self.weight, dtype)
 
 
-class Operands(NamedTuple):
-    """A group's adapters as the products read them: in the compute dtype, the A matrices one under the other."""
+class Products(Protocol):
+    """The matrix products of a group of projections that share their input: made for a forward, a backward, or both.
 
-    stacked_a: Tensor | None  # [Σ rank, in]; None without adapters
-    lora_b: tuple[Tensor | None, ...]  # [out_i, rank_i]
-
-
-def operands(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> list[Operands]:
-    """The operands of several groups, made with one allocation and one copy kernel.
-
-    What already has the dtype, and needs no stacking, is used where it lies.
+    Y, dY: the outputs (and their gradients) of the group side by side, [tokens, Σ out]. `columns` is what an input
+    needs beyond its own width, and a gradient of Y beyond its own, for the adapters to ride along in the same product
+    (0 where they do not): buffers with that room come from `input_room` and `grad_room`. Tensors without the room are
+    taken too.
     """
-    sources: list[Tensor] = []
-    places: list[tuple[int, int]] = []  # (index of the first source, number of sources) of each group's A
-    for group in groups:
-        matrices = [p.lora_a for p in group if p.lora_a is not None]
-        if len(matrices) > 1 or any(a.dtype != dtype for a in matrices):
-            places.append((len(sources), len(matrices)))
-            sources += matrices
+
+    columns: int
+
+    def input_room(self, tokens: int) -> Tensor:
+        """An uninitialized input [tokens, in + columns], of which the caller fills the first `in` columns."""
+
+    def grad_room(self, tokens: int) -> Tensor:
+        """An uninitialized gradient [tokens, Σ out + columns], of which the caller fills the first Σ out columns."""
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Y [tokens, Σ out] in the compute dtype and X Aᵀ [tokens, rank], None without adapters.
+
+        Args:
+            x: [tokens, in], or with room [tokens, in + columns]: then X Aᵀ is written there, and a view is returned.
+            out: receives Y.
+        """
+
+    def input_grad(
+        self, grad: Tensor, needs_x: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dX [tokens, in] (None where it is not needed), and dY sB [tokens, rank], None without adapters.
+
+        Args:
+            grad: dY [tokens, Σ out], read only, or with room [tokens, Σ out + columns]: the room is written to.
+            needs_x: whether dX is wanted.
+            out: receives dX.
+        """
+
+    def leaf_grads(
+        self,
+        grad: Tensor,
+        grad_low_rank: Tensor | None,
+        x: Tensor,
+        low_rank: Tensor | None,
+        needs_leaves: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """`LEAVES` gradients per projection, in the compute dtype (None where `needs_leaves` says so).
+
+        Args:
+            grad: as in `input_grad`.
+            grad_low_rank: what `input_grad` returned.
+            x: the forward's input, with or without room.
+            low_rank: X Aᵀ from the forward; None: it is made again.
+            needs_leaves: `LEAVES` flags per projection.
+        """
+
+
+def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
+    """How the products of `group` are done: joined where every weight is 4-bit, else one projection after another."""
+    if all(isinstance(projection.weight, QuantizedWeight) for projection in group):
+        return JoinedProducts(group, dtype)
+    return SeparateProducts(group, dtype)
+
+
+class JoinedProducts:
+    """One matrix for the group, made by one launch (kernels/join.py): weights, s·B along a diagonal, A."""
+
+    def __init__(self, group: Sequence[Projection], dtype: torch.dtype) -> None:
+        self._group = group
+        adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
+        self.columns = padded_rank(adapters)
+        self._matrix = join([p.weight for p in group], adapters, dtype)  # type: ignore[misc]
+        self._width = self._matrix.shape[1] - self.columns
+        self._out = self._matrix.shape[0] - self.columns
+
+    def input_room(self, tokens: int) -> Tensor:
+        return self._matrix.new_empty((tokens, self._width + self.columns))
+
+    def grad_room(self, tokens: int) -> Tensor:
+        return self._matrix.new_empty((tokens, self._out + self.columns))
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        width, matrix = self._width, self._matrix
+        low_rank = None
+        operand, weight = x, matrix[: self._out]
+        if self.columns and x.shape[1] > width:
+            low_rank = torch.mm(x[:, :width], matrix[self._out :, :width].t(), out=x[:, width:])
+        elif self.columns:
+            low_rank = torch.mm(x, matrix[self._out :, :width].t())
+            weight = weight[:, :width]
+        bias = self._bias(x.dtype)
+        if bias is None:
+            y = torch.mm(operand, weight.t(), out=out)
         else:
-            places.append((-1, len(matrices)))
-    a_count = len(sources)
-    sources += [p.lora_b for group in groups for p in group if p.lora_b is not None and p.lora_b.dtype != dtype]
-    copies: list[Tensor] = []
-    if sources:
-        flat = torch.empty(sum(t.numel() for t in sources), dtype=dtype, device=sources[0].device)
-        pieces = flat.split([t.numel() for t in sources])
-        copies = [piece.view(t.shape) for piece, t in zip(pieces, sources, strict=True)]
-        torch._foreach_copy_(copies, [t.detach() for t in sources])
-    b_copies = iter(copies[a_count:])
-    found = []
-    for group, (first, count) in zip(groups, places, strict=True):
-        stacked = None
-        if first >= 0:
-            width = copies[first].shape[1]
-            start = copies[first].storage_offset()
-            rank = sum(c.shape[0] for c in copies[first : first + count])
-            stacked = flat[start : start + rank * width].view(rank, width)
-        elif count:
-            stacked = next(p.lora_a for p in group if p.lora_a is not None)
-        lora_b = tuple(p.lora_b if p.lora_b is None or p.lora_b.dtype == dtype else next(b_copies) for p in group)
-        found.append(Operands(stacked, lora_b))
-    return found
+            y = torch.addmm(bias, operand, weight.t(), out=out)
+        if low_rank is not None and operand.shape[1] == width:
+            y.addmm_(low_rank, matrix[: self._out, width:].t())
+        return y, low_rank
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        if all(p.bias is None for p in self._group):
+            return None
+        rows = [self._matrix.new_zeros(p.out_features) if p.bias is None else p.bias.to(dtype) for p in self._group]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def input_grad(
+        self, grad: Tensor, needs_x: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        width, end, matrix = self._width, self._out, self._matrix
+        has_room = grad.shape[1] > end
+        outer = grad[:, :end]
+        grad_low_rank = None
+        if self.columns:
+            grad_low_rank = torch.mm(outer, matrix[:end, width:], out=grad[:, end:] if has_room else None)
+        if not needs_x:
+            return None, grad_low_rank
+        if has_room or grad_low_rank is None:
+            return torch.mm(grad, matrix[: grad.shape[1], :width], out=out), grad_low_rank
+        grad_x = torch.mm(outer, matrix[:end, :width], out=out)
+        return grad_x.addmm_(grad_low_rank, matrix[end:, :width]), grad_low_rank
+
+    def leaf_grads(
+        self,
+        grad: Tensor,
+        grad_low_rank: Tensor | None,
+        x: Tensor,
+        low_rank: Tensor | None,
+        needs_leaves: Sequence[bool],
+    ) -> list[Tensor | None]:
+        outer, x = grad[:, : self._out], x[:, : self._width]
+        found: list[Tensor | None] = [None] * (LEAVES * len(self._group))
+        if grad_low_rank is not None and any(needs_leaves[2::LEAVES]):
+            _cut_grad_a(torch.mm(grad_low_rank.t(), x), self._group, needs_leaves, found)
+        if self.columns and any(needs_leaves[3::LEAVES]):
+            if low_rank is None:
+                low_rank = torch.mm(x, self._matrix[self._out :, : self._width].t())
+            _cut_grad_b(torch.mm(outer.t(), low_rank), self._group, needs_leaves, found)
+        _add_bias_grads(outer, self._group, needs_leaves, found)
+        return found
 
 
-def forward(
-    x: Tensor, group: Sequence[Projection], adapters: Operands, keep_weights: list[Tensor] | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    """Y_i for every projection of the group.
+class SeparateProducts:
+    """Each weight as it lies (a 16-bit base is not copied), each adapter added to its projection's output."""
 
-    Args:
-        x: `[tokens, in]` in the compute dtype.
-        group: projections that share `x`.
-        adapters: the group's operands.
-        keep_weights: a list to which the dense base weights are appended, for a backward that follows at once.
+    columns = 0
 
-    Returns:
-        Y_i `[tokens, out_i]` in the compute dtype, freshly allocated; X Aᵀ `[tokens, Σ rank]` (None without adapters).
-    """
-    dtype = x.dtype
-    low_rank = None if adapters.stacked_a is None else torch.mm(x, adapters.stacked_a.t())
-    outputs, column = [], 0
-    for projection, lora_b in zip(group, adapters.lora_b, strict=True):
-        weight = projection.dense(dtype)
-        if keep_weights is not None:
-            keep_weights.append(weight)
-        if projection.bias is None:
-            output = torch.mm(x, weight.t())
-        else:
-            output = torch.addmm(projection.bias.to(dtype), x, weight.t())
-        if low_rank is not None and lora_b is not None:
-            end = column + lora_b.shape[1]
-            output.addmm_(low_rank[:, column:end], lora_b.t(), alpha=projection.scale)
+    def __init__(self, group: Sequence[Projection], dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._weights = [p.dense(dtype) for p in group]  # [out_i, in]
+        matrices = [p.lora_a.to(dtype) for p in group if p.lora_a is not None]
+        self._stacked_a = None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        self._lora_b = [None if p.lora_b is None else p.lora_b.to(dtype) for p in group]  # [out_i, rank_i]
+
+    def input_room(self, tokens: int) -> Tensor:
+        return self._weights[0].new_empty((tokens, self._weights[0].shape[1]))
+
+    def grad_room(self, tokens: int) -> Tensor:
+        return self._weights[0].new_empty((tokens, sum(w.shape[0] for w in self._weights)))
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        low_rank = None if self._stacked_a is None else torch.mm(x, self._stacked_a.t())
+        y = self.grad_room(x.shape[0]) if out is None else out
+        column = 0
+        for part, projection, weight, lora_b in zip(
+            self._cut(y), self._group, self._weights, self._lora_b, strict=True
+        ):
+            if projection.bias is None:
+                torch.mm(x, weight.t(), out=part)
+            else:
+                torch.addmm(projection.bias.to(x.dtype), x, weight.t(), out=part)
+            if low_rank is not None and lora_b is not None:
+                end = column + lora_b.shape[1]
+                part.addmm_(low_rank[:, column:end], lora_b.t(), alpha=projection.scale)
+                column = end
+        return y, low_rank
+
+    def input_grad(
+        self, grad: Tensor, needs_x: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_low_rank = None
+        if self._stacked_a is not None:
+            grad_low_rank = grad.new_empty((grad.shape[0], self._stacked_a.shape[0]))
+        grad_x: Tensor | None = None
+        column = 0
+        for part, projection, weight, lora_b in zip(
+            self._cut(grad), self._group, self._weights, self._lora_b, strict=True
+        ):
+            if lora_b is not None and grad_low_rank is not None:
+                end = column + lora_b.shape[1]
+                grad_low_rank[:, column:end].addmm_(part, lora_b, beta=0, alpha=projection.scale)
+                column = end
+            if needs_x:
+                grad_x = torch.mm(part, weight, out=out) if grad_x is None else grad_x.addmm_(part, weight)
+        if grad_x is not None and grad_low_rank is not None and self._stacked_a is not None:
+            grad_x.addmm_(grad_low_rank, self._stacked_a)
+        return grad_x, grad_low_rank
+
+    def leaf_grads(
+        self,
+        grad: Tensor,
+        grad_low_rank: Tensor | None,
+        x: Tensor,
+        low_rank: Tensor | None,
+        needs_leaves: Sequence[bool],
+    ) -> list[Tensor | None]:
+        found: list[Tensor | None] = [None] * (LEAVES * len(self._group))
+        if low_rank is None and self._stacked_a is not None and any(needs_leaves[3::LEAVES]):
+            low_rank = torch.mm(x, self._stacked_a.t())
+        column = 0
+        for index, (part, projection) in enumerate(zip(self._cut(grad), self._group, strict=True)):
+            needs_weight, _, _, needs_b = needs_leaves[LEAVES * index : LEAVES * (index + 1)]
+            if needs_weight:
+                found[LEAVES * index] = torch.mm(part.t(), x)
+            end = column + projection.rank
+            if needs_b and low_rank is not None and projection.rank:
+                product = grad.new_empty((projection.out_features, projection.rank))
+                product.addmm_(part.t(), low_rank[:, column:end], beta=0, alpha=projection.scale)
+                found[LEAVES * index + 3] = product
             column = end
-        outputs.append(output)
-    return outputs, low_rank
+        if grad_low_rank is not None and any(needs_leaves[2::LEAVES]):
+            _cut_grad_a(torch.mm(grad_low_rank.t(), x), self._group, needs_leaves, found)
+        _add_bias_grads(grad, self._group, needs_leaves, found)
+        return found
 
-
-def backward(
-    grads: Sequence[Tensor],
-    x: Tensor,
-    group: Sequence[Projection],
-    adapters: Operands,
-    low_rank: Tensor | None,
-    needs_leaves: Sequence[bool],
-    needs_x: bool = True,
-    weights: Sequence[Tensor] | None = None,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of the shared input and of every leaf, in the compute dtype (`to_leaf_dtypes` casts the leaves').
-
-    Args:
-        grads: dY_i `[tokens, out_i]` in the compute dtype; read, never written.
-        x: `[tokens, in]`, the forward's input.
-        group: the forward's projections.
-        adapters: the group's operands.
-        low_rank: X Aᵀ from the forward.
-        needs_leaves: `LEAVES` flags per projection: which gradients are wanted.
-        needs_x: whether dX is wanted.
-        weights: dense base weights kept by a forward that has just run.
-
-    Returns:
-        dX `[tokens, in]` or None, freshly allocated, and `LEAVES` gradients per projection.
-    """
-    dtype, stacked_a = x.dtype, adapters.stacked_a
-    leaf_grads: list[Tensor | None] = [None] * (LEAVES * len(group))
-    grad_low_rank = None if low_rank is None else torch.empty_like(low_rank)
-    grad_x: Tensor | None = None
-    column = 0
-    for index, (projection, lora_b, grad) in enumerate(zip(group, adapters.lora_b, grads, strict=True)):
-        needs_weight, needs_bias, _, needs_b = needs_leaves[LEAVES * index : LEAVES * (index + 1)]
-        if lora_b is not None and low_rank is not None and grad_low_rank is not None:
-            end = column + lora_b.shape[1]
-            if needs_b:
-                leaf_grads[LEAVES * index + 3] = grad_of_b(grad, low_rank[:, column:end], projection.scale)
-            grad_low_rank[:, column:end].addmm_(grad, lora_b, beta=0, alpha=projection.scale)
-            column = end
-        if needs_weight:
-            leaf_grads[LEAVES * index] = torch.mm(grad.t(), x)
-        if needs_bias:
-            leaf_grads[LEAVES * index + 1] = grad.sum(0, dtype=sum_dtype(dtype))
-        if needs_x:
-            weight = projection.dense(dtype) if weights is None else weights[index]
-            grad_x = torch.mm(grad, weight) if grad_x is None else grad_x.addmm_(grad, weight)
-    if grad_low_rank is not None and stacked_a is not None:
-        if grad_x is not None:
-            grad_x.addmm_(grad_low_rank, stacked_a)
-        if any(needs_leaves[2::LEAVES]):
-            _cut_grad_a(torch.mm(grad_low_rank.t(), x), group, needs_leaves, leaf_grads)
-    return grad_x, leaf_grads
-
-
-def grad_of_b(grad: Tensor, low_rank: Tensor, scale: float) -> Tensor:
-    """dB = s dYᵀ (X Aᵀ), `[out, rank]`, from dY `[tokens, out]` and X Aᵀ `[tokens, rank]`."""
-    product = torch.empty((grad.shape[1], low_rank.shape[1]), dtype=grad.dtype, device=grad.device)
-    return product.addmm_(grad.t(), low_rank, beta=0, alpha=scale)
+    def _cut(self, y: Tensor) -> tuple[Tensor, ...]:
+        return y.split([w.shape[0] for w in self._weights], 1)
 
 
 def _cut_grad_a(
     grad_a: Tensor, group: Sequence[Projection], needs_leaves: Sequence[bool], leaf_grads: list[Tensor | None]
 ) -> None:
-    """Hand each projection its rows of dA `[Σ rank, in]`."""
+    """Hand each projection its rows of dA [rank, in]."""
     row = 0
     for index, projection in enumerate(group):
         if projection.lora_a is None:
@@ -241,10 +331,54 @@ def _cut_grad_a(
         row = end
 
 
-def to_leaf_dtypes(grads: Sequence[Tensor | None], leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients in their leaves' dtypes; those that differ are cast by one kernel."""
+def _cut_grad_b(
+    grad_b: Tensor, group: Sequence[Projection], needs_leaves: Sequence[bool], leaf_grads: list[Tensor | None]
+) -> None:
+    """Hand each projection its block of dYᵀ (X Aᵀ) [Σ out, rank], times its scale: that is its dB."""
+    row = column = 0
+    for index, projection in enumerate(group):
+        end, stop = row + projection.out_features, column + projection.rank
+        if projection.lora_b is not None and needs_leaves[LEAVES * index + 3]:
+            block = grad_b[row:end, column:stop]
+            leaf_grads[LEAVES * index + 3] = block if projection.scale == 1.0 else block * projection.scale
+        row, column = end, stop
+
+
+def _add_bias_grads(
+    grad: Tensor, group: Sequence[Projection], needs_leaves: Sequence[bool], leaf_grads: list[Tensor | None]
+) -> None:
+    """db_i, the sum of dY_i over tokens."""
+    column = 0
+    for index, projection in enumerate(group):
+        end = column + projection.out_features
+        if needs_leaves[LEAVES * index + 1]:
+            leaf_grads[LEAVES * index + 1] = grad[:, column:end].sum(0, dtype=sum_dtype(grad.dtype))
+        column = end
+
+
+def add_leaf_grads(total: list[Tensor | None], part: Sequence[Tensor | None]) -> None:
+    """Add the leaf gradients of some tokens to those of others, in float32 at least; both may be written over."""
+    known = [i for i, grad in enumerate(part) if grad is not None and total[i] is not None]
+    if known:
+        torch._foreach_add_([total[i] for i in known], [part[i] for i in known])
+    for i, grad in enumerate(part):
+        if grad is not None and total[i] is None:
+            total[i] = grad.to(sum_dtype(grad.dtype))
+
+
+def to_leaf_dtypes(
+    grads: Sequence[Tensor | None], leaves: Sequence[Tensor | None], out: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
+    """The gradients in their leaves' dtypes and contiguous; those that are not, or all into `out`, by one kernel."""
+    if out is not None:
+        torch._foreach_copy_(out, list(grads))  # type: ignore[arg-type]
+        return list(out)
     result = list(grads)
-    places = [i for i, (g, t) in enumerate(zip(grads, leaves, strict=True)) if g is not None and g.dtype != t.dtype]  # type: ignore[union-attr]
+    places = [
+        i
+        for i, (g, t) in enumerate(zip(grads, leaves, strict=True))
+        if g is not None and (g.dtype != t.dtype or not g.is_contiguous())  # type: ignore[union-attr]
+    ]
     if places:
         targets = [torch.empty_like(leaves[i], memory_format=torch.contiguous_format) for i in places]  # type: ignore[arg-type]
         torch._foreach_copy_(targets, [grads[i] for i in places])
@@ -277,11 +411,12 @@ class _ProjectionGroup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows, dtype = x.reshape(-1, x.shape[-1]), state.compute_dtype(x.dtype)
         with suspended(x.device.type):
-            outputs, low_rank = forward(rows.to(dtype), group, operands([group], dtype)[0])
+            y, low_rank = products(group, dtype).forward(rows.to(dtype))
         ctx.group, ctx.compute_dtype, ctx.shape = group, dtype, x.shape
         ctx.save_for_backward(rows, low_rank, *leaves)
         ctx.set_materialize_grads(False)
-        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
+        parts = y.split([p.out_features for p in group], 1)
+        return tuple(part.contiguous().view(*x.shape[:-1], part.shape[-1]) for part in parts)
 
     @staticmethod
     @first_order
@@ -290,19 +425,29 @@ class _ProjectionGroup(torch.autograd.Function):
         group = restore_leaves(ctx.group, leaves)
         x = rows.to(ctx.compute_dtype)
         with suspended(rows.device.type):
-            filled = [
-                x.new_zeros(x.shape[0], p.out_features)
-                if g is None
-                else g.reshape(-1, p.out_features).to(ctx.compute_dtype)
-                for g, p in zip(grads, group, strict=True)
-            ]
             needs_x, needs_leaves = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-            (adapters,) = operands([group], ctx.compute_dtype)
-            grad_x, leaf_grads = backward(filled, x, group, adapters, low_rank, needs_leaves, needs_x)
-            leaf_grads = to_leaf_dtypes(leaf_grads, leaves)
+            made = products(group, ctx.compute_dtype)
+            grad = _side_by_side(grads, group, made, x.shape[0])
+            grad_x, grad_low_rank = made.input_grad(grad, needs_x)
+            leaf_grads = to_leaf_dtypes(made.leaf_grads(grad, grad_low_rank, x, low_rank, needs_leaves), leaves)
         if grad_x is not None:
             grad_x = grad_x.to(rows.dtype).view(ctx.shape)
         return None, None, grad_x, *leaf_grads
+
+
+def _side_by_side(grads: Sequence[Tensor | None], group: Sequence[Projection], made: Products, tokens: int) -> Tensor:
+    """dY of the whole group, from one gradient (or None) per projection."""
+    if len(group) == 1 and grads[0] is not None:
+        return grads[0].reshape(tokens, group[0].out_features).to(made.grad_room(0).dtype)
+    room, column = made.grad_room(tokens), 0
+    for grad, projection in zip(grads, group, strict=True):
+        part = room[:, column : column + projection.out_features]
+        if grad is None:
+            part.zero_()
+        else:
+            part.copy_(grad.reshape(part.shape))
+        column += projection.out_features
+    return room
 
 
 def apply_group(x: Tensor, group: Sequence[Projection]) -> tuple[Tensor, ...]:

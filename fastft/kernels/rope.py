@@ -73,8 +73,8 @@ def rope(
             k,
             cos,
             sin,
-            q.stride()[:3],
-            None if k is None else k.stride()[:3],
+            (*q_out.stride()[:3], *q.stride()[:3]),
+            None if k is None or k_out is None else (*k_out.stride()[:3], *k.stride()[:3]),
             (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)),
             sequence,
             HEADS=(q_heads, k_heads),
@@ -95,7 +95,7 @@ def _rope_kernel(
     k,
     cos,
     sin,
-    q_strides,  # batch, token, head; the same for q_out
+    q_strides,  # batch, token, head of q_out, then of q
     k_strides,
     angle_strides,  # batch (0 where one row serves all), token
     sequence,
@@ -117,11 +117,11 @@ def _rope_kernel(
     ROUND: tl.constexpr = q.dtype.element_ty == cos.dtype.element_ty  # torch multiplies different dtypes in fp32
     if INVERSE:  # y1 = x1·cos1 + x2·sin2 ; y2 = x2·cos2 - x1·sin1: the same shape with the sines exchanged and negated
         sin_first, sin_second = -sin_second, -sin_first
-    offset = batch * q_strides[0] + token * q_strides[1]
     _rotate_heads(
-        q_out + offset,
-        q + offset,
+        q_out + batch * q_strides[0] + token * q_strides[1],
+        q + batch * q_strides[3] + token * q_strides[4],
         q_strides[2],
+        q_strides[5],
         cos_first,
         cos_second,
         sin_first,
@@ -132,11 +132,11 @@ def _rope_kernel(
         ROUND,
     )
     if k is not None:
-        offset = batch * k_strides[0] + token * k_strides[1]
         _rotate_heads(
-            k_out + offset,
-            k + offset,
+            k_out + batch * k_strides[0] + token * k_strides[1],
+            k + batch * k_strides[3] + token * k_strides[4],
             k_strides[2],
+            k_strides[5],
             cos_first,
             cos_second,
             sin_first,
@@ -152,6 +152,7 @@ def _rope_kernel(
 def _rotate_heads(
     x_out,
     x,
+    out_head_stride,
     head_stride,
     cos_first,  # [1, half block] fp32, and so the three after it
     cos_second,
@@ -165,6 +166,7 @@ def _rotate_heads(
     """y1 = x1·cos1 - x2·sin1 ; y2 = x2·cos2 + x1·sin2 for the HEADS heads of one token, which begins at x."""
     head = tl.arange(0, BLOCK)
     column = tl.arange(0, cos_first.shape[1])
+    out_offset = head[:, None].to(tl.int64) * out_head_stride + column[None, :]
     offset = head[:, None].to(tl.int64) * head_stride + column[None, :]
     mask = (head < HEADS)[:, None] & (column < HALF)[None, :]
     first = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
@@ -176,22 +178,20 @@ def _rotate_heads(
         first_sin = first_sin.to(x.dtype.element_ty).to(tl.float32)
         second_cos = second_cos.to(x.dtype.element_ty).to(tl.float32)
         second_sin = second_sin.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(x_out + offset, (first_cos - second_sin).to(x_out.dtype.element_ty), mask=mask)
-    tl.store(x_out + offset + HALF, (second_cos + first_sin).to(x_out.dtype.element_ty), mask=mask)
+    tl.store(x_out + out_offset, (first_cos - second_sin).to(x_out.dtype.element_ty), mask=mask)
+    tl.store(x_out + out_offset + HALF, (second_cos + first_sin).to(x_out.dtype.element_ty), mask=mask)
 
 
 def _source_and_target(x: torch.Tensor, out: torch.Tensor | None, partial: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel reads and what it writes: two tensors of equal strides, or one and the same.
+    """What the kernel reads and what it writes, each of its own strides.
 
-    Where `out` has other strides than `x`, or columns pass through, `x` is copied into `out` and turned in place there.
+    Where columns pass through, `x` is copied into `out` and turned in place there.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
     if out is None:
         out = torch.empty_like(x)  # x's own strides, where x is dense
-    if out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
-        return x, out
-    if partial or out.stride() != x.stride():
+    if partial and (out.data_ptr() != x.data_ptr() or out.stride() != x.stride()):
         out.copy_(x)
         return out, out
     return x, out

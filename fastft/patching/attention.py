@@ -79,6 +79,17 @@ def attention_callable(
     return attention
 
 
+def attention_key(module: nn.Module, attention_mask: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What the call depends on besides Q, K and V, if that is plain data: then it can be replayed from a CUDA graph.
+
+    transformers' sdpa function reads the mask, `is_causal`, scaling and dropout, and nothing else of its keywords.
+    """
+    if attention_mask is not None or module.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+        return None
+    causal = kwargs.get("is_causal")
+    return None if isinstance(causal, Tensor) else ("sdpa", module.scaling, causal, getattr(module, "is_causal", None))
+
+
 @functools.cache
 def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) == (9, 0)

@@ -7,13 +7,14 @@ changes keywords only, and only where the issue is one of these.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastft.patching import decoder_layer, registry, trl
+from fastft.patching import decoder_layer, levels, registry, trl
 from fastft.patching.decoder_layer import CACHE_NAMES
 
 
@@ -25,6 +26,7 @@ def before_forward(
     if site is None or registry.runs_stock_only():
         return None
     trl.install()
+    _finish_compiling(module)
     registry.running_backbones().add(module)
     for layer in module._modules["layers"]._modules.values():  # type: ignore[union-attr]
         if not decoder_layer.is_bound(layer) and registry.site_of(layer) is not None:  # type: ignore[arg-type]
@@ -37,6 +39,10 @@ def before_forward(
     if site.max_seq_length is not None and shape[1] > site.max_seq_length:
         _check_length(site.max_seq_length, shape[1], kwargs)
     _check_padding(module, site, ids, kwargs)
+    if module.training and torch.is_grad_enabled():
+        levels.assign(module, site, (int(shape[0]), int(shape[1])))
+    elif not module.training:
+        levels.rest(module)
     changed = dict(kwargs)
     cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
     if module.training and torch.is_grad_enabled() and not cached and kwargs.get("use_cache") is None:
@@ -44,6 +50,13 @@ def before_forward(
     if not cached:
         _isolate_documents(changed)
     return args, changed
+
+
+def _finish_compiling(module: nn.Module) -> None:
+    """Wait for kernels that are being compiled ahead (patching/warm.py), if any are."""
+    warm = sys.modules.get("fastft.patching.warm")
+    if warm is not None:
+        warm.finish(module)
 
 
 def _check_length(limit: int, row: int, kwargs: dict[str, Any]) -> None:

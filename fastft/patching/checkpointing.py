@@ -1,10 +1,10 @@
-"""Gradient checkpointing asked for by anybody becomes level *recompute* of planned layers, once.
+"""Gradient checkpointing asked for by anybody hands planned layers to the memory planner (level "auto"), once.
 
 Every road (Trainer, TRL's DPO/KTO/GRPO toggles, PEFT's k-bit preparation, a user's own call; transformers 5.17 to
 5.24) ends in `PreTrainedModel._set_gradient_checkpointing`, so one inert class patch there covers them. The
 backbone's own flag stays as transformers sets it: it keeps the cache off in training, and trainers read it. Only the
 flags of planned layers are cleared, because these layers recompute inside their own backward; a layer that runs stock
-under the plan checkpoints itself.
+under the plan checkpoints itself. A level that the user named (`use_gradient_checkpointing="offload"`, False …) stays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from fastft.patching import registry
+
+AUTO = "auto"  # the planner decides, before each forward (patching/levels.py)
 
 
 def planned_layers(model: nn.Module) -> list[nn.Module]:
@@ -53,8 +55,10 @@ def take_over(model: nn.Module, *, planning: bool = False) -> None:
         site = registry.site_of(layer)
         assert site is not None
         asked = bool(getattr(layer, "gradient_checkpointing", False))
-        if asked or not planning:
-            site.level = "recompute" if asked else "keep"
+        if site.pinned is not None:
+            site.level = site.pinned if asked or planning or site.pinned == "keep" else "keep"
+        elif asked or not planning:
+            site.level = AUTO if asked else "keep"
         if decoder_layer.is_bound(layer):
             layer.gradient_checkpointing = False
 
@@ -64,8 +68,8 @@ def give_back(model: nn.Module) -> None:
     for layer in planned_layers(model):
         site = registry.site_of(layer)
         assert site is not None
-        if "gradient_checkpointing" in layer.__dict__ or site.level == "recompute":
-            layer.gradient_checkpointing = site.level == "recompute"
+        if "gradient_checkpointing" in layer.__dict__ or site.level != "keep":
+            layer.gradient_checkpointing = site.level != "keep"
 
 
 def install() -> None:

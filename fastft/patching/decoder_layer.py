@@ -21,8 +21,8 @@ from torch.nn.modules import module as torch_module
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
-from fastft.patching import registry
-from fastft.patching.attention import attention_callable
+from fastft.patching import levels, registry
+from fastft.patching.attention import attention_callable, attention_key
 from fastft.patching.families import FAMILIES, Family
 from fastft.patching.peft import ProjectionReader, hooked
 
@@ -32,6 +32,9 @@ ATTENTIONS = "attention weights are asked for (output_attentions)"
 OWN_FORWARD = "the layer has its own forward (another library's)"
 _BYPASSED = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
 _readers: weakref.WeakKeyDictionary[nn.Module, LayerReader] = weakref.WeakKeyDictionary()
+hosts: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # where offloaded layers leave x
+observers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # called after a layer's backward
+graphs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # layers that CUDA graphs may serve
 
 
 def global_hooks() -> bool:
@@ -96,8 +99,8 @@ class LayerReader:
                 return registry.skipped().get(what, f"{what} was replaced by another library")
         return None
 
-    def read(self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool) -> LayerCall | str:
-        """The layer's call for input `x`, or why it must run stock."""
+    def read(self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool, host: Any = None) -> LayerCall | str:
+        """The layer's call for input `x`, or why it must run stock; `host` serves level offload."""
         reason = self.structural_reason()
         if reason is not None:
             return reason
@@ -126,6 +129,8 @@ class LayerReader:
             attention=attention_callable(attention, self.family, kwargs.get("attention_mask"), arguments),
             autocast=state,
             level=level,  # type: ignore[arg-type]
+            host=host,
+            attention_key=attention_key(attention, kwargs.get("attention_mask"), arguments),
         )
 
     def projections(self, dtype: torch.dtype, autocast: bool) -> list[Any] | str:
@@ -179,7 +184,11 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     reason = _stock_reason(site, hidden_states, args, kwargs)
     call: LayerCall | str
     if reason is None:
-        call = reader_of(self, FAMILIES[site.model_type]).read(hidden_states, kwargs, site.level, self.training)
+        level = levels.level_of(site)
+        host = hosts.get(self)
+        if level != "offload" and host is not None:
+            host.settle()
+        call = reader_of(self, FAMILIES[site.model_type]).read(hidden_states, kwargs, level, self.training, host)
     else:
         call = reason
     if isinstance(call, str):
@@ -187,6 +196,12 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         return _stock_forward(self, site, call, hidden_states, args, kwargs)
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
+    call.observer = observers.get(self)
+    captured = graphs.get(self)
+    if captured is not None and hidden_states.is_contiguous():
+        y = captured.run(self, call, hidden_states, cos, sin)
+        if y is not None:
+            return y
     return apply_layer(hidden_states, cos, sin, call)
 
 
@@ -201,14 +216,14 @@ def _stock_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The class's own forward, checkpointed where the plan says recompute (the layer's own flag is off).
+    """The class's own forward, checkpointed where the plan does not say keep (the layer's own flag is off).
 
     Two reasons are gone when the backward runs the layer again, and the pieces inside would then decide otherwise than
     in the forward: `stock_only` and transformers' collector. Such a layer runs stock to its last piece, both times.
     """
     stock = partial(type(layer).forward, layer, **kwargs)
     no_cache = all(kwargs.get(name) is None for name in CACHE_NAMES)
-    if site.level == "recompute" and layer.training and torch.is_grad_enabled() and no_cache:
+    if site.level != "keep" and layer.training and torch.is_grad_enabled() and no_cache:
         checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
             if reason in (registry.DISABLED, ATTENTIONS):
@@ -259,7 +274,7 @@ def rebind(layer: nn.Module) -> None:
     elif site.reason is None or site.reason == reason:
         site.reason = reason
         site.ran_stock(reason)
-    if site.level == "recompute":  # whoever runs the layer checkpoints it: we by the plan, others by its own flag
+    if site.level != "keep":  # whoever runs the layer checkpoints it: we by the plan, others by its own flag
         layer.gradient_checkpointing = reason is not None
 
 

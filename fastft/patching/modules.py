@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastft.autograd import mlp_half
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.mlp_half import apply_mlp
-from fastft.autograd.projection import Projection, apply_group, operands
+from fastft.autograd.projection import Projection, apply_group, products
 from fastft.functional import rms_norm, rope
 from fastft.patching import registry
 from fastft.patching.attention import attention_callable
@@ -87,8 +87,9 @@ def mlp_forward(self: Any, family: Family, original: Callable[..., Any], x: Tens
     rows = x.reshape(-1, x.shape[-1])
     dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
     with suspended(x.device.type):
-        output, _ = mlp_half.forward(rows.to(dtype), (gate, up), down, operands([(gate, up), [down]], dtype))
-    return output.view(x.shape)  # type: ignore[union-attr]
+        made = products((gate, up), dtype), products([down], dtype)
+        output, _ = mlp_half.forward(rows.to(dtype), *made, down.out_features, gate.out_features, keep=False)
+    return output.view(x.shape)
 
 
 def _mlp_reason(module: nn.Module, x: Tensor) -> str | None:

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastft.patching import backbone, bitsandbytes, causal_lm, checkpointing, decoder_layer, inert, registry, trl
+from fastft.patching import (
+    backbone,
+    bitsandbytes,
+    causal_lm,
+    checkpointing,
+    decoder_layer,
+    inert,
+    levels,
+    registry,
+    trl,
+)
 from fastft.patching.families import FAMILIES, Family
 
 _warned: set[str] = set()
@@ -26,7 +37,15 @@ def inner_model(model: nn.Module) -> Any:
     return get_base_model() if get_base_model is not None and hasattr(model, "peft_config") else model
 
 
-def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None = None) -> Any:
+def patch(
+    model: Any,
+    *,
+    strict: bool | None = None,
+    max_seq_length: int | None = None,
+    memory_budget: str | int | float | None = None,
+    memory_levels: str | Sequence[str] | Mapping[int, str] | None = None,
+    cuda_graphs: bool | None = None,
+) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
     Idempotent. What does not fit runs stock, that piece alone; `fastft.report(model)` lists every site. An architecture
@@ -37,6 +56,14 @@ def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None 
         strict: raise where a part would run stock, now and in any later forward (generation excepted). None keeps what
             an earlier `patch` said (at first False).
         max_seq_length: longest document the model accepts, in tokens; None sets no limit.
+        memory_budget: the most memory that training may have allocated at once on the model's device: "20GiB", bytes,
+            or a share of the device ("80%", 0.8). The planner fits the layers' levels to it. None keeps what an earlier
+            `patch` said (at first: what is free, less a margin).
+        memory_levels: levels by hand: "auto", "keep", "lean", "recompute" or "offload" for all layers, a sequence of
+            them, or a mapping from layer index to level, the other layers being planned around it. None keeps what was
+            said before (at first: "auto" once gradient checkpointing is switched on, else "keep").
+        cuda_graphs: False never replays layers from CUDA graphs; True does so where it is safe and pays. None keeps
+            what an earlier `patch` said (at first True).
 
     Returns:
         `model`.
@@ -44,6 +71,7 @@ def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None 
     Raises:
         TypeError: if `model` is not a transformers model.
         RuntimeError: with `strict`, naming the first part that would run stock and why.
+        ValueError: for a budget or a level that cannot be understood.
     """
     inner = inner_model(model)
     if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
@@ -70,6 +98,12 @@ def patch(model: Any, *, strict: bool | None = None, max_seq_length: int | None 
         body_site.max_seq_length = max_seq_length
     backbone.install(body)
     bitsandbytes.repair_on_cpu(inner)
+    if memory_budget is not None:
+        levels.set_budget(body_site, memory_budget)
+    if cuda_graphs is not None:
+        levels.set_graphs(body, body_site, cuda_graphs)
+    if memory_levels is not None:
+        levels.set_choice(checkpointing.planned_layers(inner), memory_levels)
     checkpointing.take_over(inner, planning=True)
     registry.planned_models().add(inner)
     trl.install()
@@ -159,6 +193,7 @@ def unplan(model: nn.Module) -> None:
             continue
         decoder_layer.unbind(module)
         backbone.uninstall(module)
+        levels.release(module)
         del module.__dict__[registry.PLAN]
     registry.planned_models().discard(inner)
     get_head = getattr(inner, "get_output_embeddings", None)
@@ -184,6 +219,21 @@ def unpatch(model: Any = None) -> None:
     registry.running_backbones().clear()
     trl.uninstall()
     registry.restore_classes()
+
+
+def release_memory(model: Any) -> None:
+    """Give back what training holds between steps: pinned host memory (level offload) and CUDA graphs.
+
+    Evaluation gives host memory back by itself; `unpatch` and the model's end give back both. A training step after
+    this makes anew what it needs.
+
+    Args:
+        model: a planned model.
+    """
+    for module in inner_model(model).modules():
+        site = registry.site_of(module)
+        if site is not None and site.part == "model":
+            levels.release(module)
 
 
 def patched() -> list[str]:

@@ -31,7 +31,9 @@ class Site:
         part: what it is.
         path: its name in the model, as `named_modules` gives it.
         model_type: family key of `families.FAMILIES`.
-        level: what a decoder layer keeps for its backward: "keep" or "recompute".
+        level: what a decoder layer was asked to keep for its backward: a level of memory/planner.py, or "auto".
+        pinned: the level the user named explicitly (checkpointing switched on or off leaves it), or None.
+        assigned: the level it runs at, as far as the planner has a say in it (patching/levels.py).
         reason: why it can never run fast (known when planned), or None.
         strict: raise where the part would run stock.
         fast_runs: forwards that ran fast.
@@ -40,12 +42,16 @@ class Site:
         max_seq_length: longest document allowed (on the backbone's site), or None.
         pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
         empty_batches: batches without a counted label (on the loss's site).
+        cuda_graphs: whether layers may be replayed from CUDA graphs (on the backbone's site).
+        memory: budget and plans (on the backbone's site): patching/levels.py.
     """
 
     part: Part
     path: str
     model_type: str
     level: str = "keep"
+    pinned: str | None = None
+    assigned: str | None = None
     reason: str | None = None
     strict: bool = False
     fast_runs: int = 0
@@ -54,6 +60,8 @@ class Site:
     max_seq_length: int | None = None
     pad_checks: int = 4
     empty_batches: int = 0
+    cuda_graphs: bool = True
+    memory: Any = None
 
     def ran_fast(self) -> None:
         """Count a fast forward."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastft.patching import registry
+from fastft.patching import levels, registry
 from fastft.patching.plan import inner_model, static_reason
 
 
@@ -112,7 +112,8 @@ def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_
         return "fast", f"through TRL's head; the model's own forward runs stock: {reason}"
     if reason is not None:
         return "stock", reason
-    how = {"decoder layer": f"one autograd node, level {site.level}", "loss": "linear cross-entropy, no logits"}
+    level = site.level if site.assigned is None else site.assigned
+    how = {"decoder layer": f"one autograd node, level {level}", "loss": "linear cross-entropy, no logits"}
     note = how.get(site.part, "one kernel each way" if site.part == "norm" else "hand-derived backward")
     if site.stock_runs and site.last_reason is not None:
         note += f"; last stock: {site.last_reason}"
@@ -135,6 +136,12 @@ def _span(pattern: str, sites: list[registry.Site]) -> str:
 
 def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
     notes = [f"{what}: {why}" for what, why in registry.skipped().items()]
+    notes += [note for site, _ in found if site.part == "model" and (note := levels.summary(site)) is not None]
+    notes += [
+        note
+        for site, module in found
+        if site.part == "model" and (note := levels.graph_summary(module, site)) is not None
+    ]
     empty = sum(site.empty_batches for site, _ in found)
     if empty:
         notes.append(f"{empty} batches had no supervised token and added 0 to the loss")

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastft.autograd import attention_half as pair
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.projection import Projection, flatten_leaves, operands, restore_leaves
+from fastft.autograd.projection import Projection, flatten_leaves, products, restore_leaves
 from tests.autograd import pieces
 from tests.autograd.pieces import draw, draw_angles, draw_norm, draw_projection
 
@@ -56,8 +56,10 @@ def draw_in(
 
 def run_in(case: InCase, x: Tensor) -> tuple[pair.SavedIn, Tensor]:
     """The pair's forward."""
-    (adapters,) = operands([case.qkv], x.dtype)
-    return pair.forward_in(x, case.norm, case.qkv, adapters, case.head_norms, HEADS, case.cos, case.sin, x.dtype)
+    with torch.no_grad():  # as in a Function's forward
+        made = products(case.qkv, x.dtype)
+        saved, normed = pair.forward_in(x, case.norm, made, case.head_norms, HEADS, case.cos, case.sin)
+    return saved, normed[:, : x.shape[-1]]
 
 
 IN_CASES: dict[str, Callable[[], InCase]] = {
@@ -89,16 +91,15 @@ class _AttentionIn(torch.autograd.Function):
         needs = list(ctx.needs_input_grad)
         n_norms = 1 if case.head_norms is None else 3
         needs_norms = (*needs[2 : 2 + n_norms], False, False)[:3]
-        own = tuple(g.clone(memory_format=torch.contiguous_format) for g in grads[:3])  # rotated in place
+        given = [g.clone() for g in grads]
         residual = grads[3].reshape(-1, HIDDEN)
-        before = residual.clone()
         grad_x, leaf_grads, norm_grads = pair.backward_in(
-            own,
+            grads[:3],
             x,
             case.norm,
-            case.qkv,
-            operands([case.qkv], x.dtype)[0],
+            products(case.qkv, x.dtype),
             case.head_norms,
+            HEADS,
             case.cos,
             case.sin,
             ctx.saved,
@@ -108,7 +109,7 @@ class _AttentionIn(torch.autograd.Function):
             needs_norms,
             needs[1],
         )
-        assert torch.equal(residual, before), "the residual's gradient is the caller's"
+        assert all(torch.equal(a, b) for a, b in zip(grads, given, strict=True)), "they are the caller's"
         assert (grad_x is not None) == needs[1]
         return None, None if grad_x is None else grad_x.view(x.shape), *norm_grads[:n_norms], *leaf_grads
 
@@ -164,13 +165,16 @@ def test_attention_in_is_norm_projections_and_rotation(name: str) -> None:
     torch.testing.assert_close(saved.value, value)
 
 
-def test_attention_in_keeps_the_projections_layout() -> None:
-    """Q, K and V stay where the projections wrote them: [batch, sequence, heads, head_dim], contiguous, not copied."""
-    case, x = draw_in(), draw(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64)
+@pytest.mark.parametrize("quantized", [None, "nested"])
+def test_attention_in_keeps_the_projections_layout(quantized: str | None) -> None:
+    """Q, K and V stay where the projections wrote them, side by side in one buffer: nothing is copied."""
+    case, x = draw_in(quantized=quantized), draw(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64)
     saved, _ = run_in(case, x)
     assert saved.query.shape == (BATCH, SEQUENCE, 2, 4)
     assert saved.key.shape == saved.value.shape == (BATCH, SEQUENCE, 1, 4)
-    assert all(t.is_contiguous() for t in (saved.query, saved.key, saved.value))
+    pointers = {t.untyped_storage().data_ptr() for t in (saved.query, saved.key, saved.value)}
+    assert len(pointers) == 1
+    assert saved.query.untyped_storage().nbytes() == BATCH * SEQUENCE * 4 * HEADS.dim * x.element_size()
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
@@ -202,7 +206,6 @@ def test_attention_backward_is_autograds() -> None:
     for ours, theirs, leaf in zip(grads, expected, leaves, strict=True):
         torch.testing.assert_close(ours, theirs)
         assert ours.shape == leaf.shape
-        assert ours.is_contiguous(), "rotated in place by attention-in's backward"
 
 
 def test_attention_without_a_graph_gives_the_same_output() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastft.autograd import mlp_half as pair
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.mlp_half import apply_mlp
-from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, operands, restore_leaves
+from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, products, restore_leaves
 from tests.autograd import pieces
 from tests.autograd.pieces import draw, draw_projection
 from tests.contract import Run, assert_contract
@@ -46,6 +46,11 @@ MLPS: dict[str, Callable[[], list[Projection]]] = {
     "frozen A": lambda: draw_mlp(HIDDEN, INTERMEDIATE, trains="b"),
     "frozen B": lambda: draw_mlp(HIDDEN, INTERMEDIATE, trains="a"),
     "4 bits, nested": lambda: draw_mlp(HIDDEN, INTERMEDIATE, quantized="nested"),
+    "4 bits, different ranks": lambda: [
+        draw_projection(INTERMEDIATE, HIDDEN, rank=None, quantized="nested"),
+        draw_projection(INTERMEDIATE, HIDDEN, rank=3, quantized="nested"),
+        draw_projection(HIDDEN, INTERMEDIATE, rank=1, quantized="nested"),
+    ],
     "4 bits, flat": lambda: draw_mlp(HIDDEN, INTERMEDIATE, quantized="flat", bias=True, trains="bias a b"),
 }
 
@@ -150,27 +155,23 @@ def test_two_runs_are_bit_equal(mixture: tuple[torch.dtype, torch.dtype, bool]) 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@torch.no_grad()
 def run_pair(
-    case: tuple[list[Projection], Tensor, Tensor], *, skip_down: bool = False, owns_saved: bool = False
-) -> tuple[list[Tensor | None], pair.Saved, Tensor]:
-    """Gradients of x and the leaves by the bare pair, what its forward saved, and G as the forward made it."""
+    case: tuple[list[Projection], Tensor, Tensor], *, keep: bool = True
+) -> tuple[list[Tensor | None], pair.Saved | None]:
+    """Output, gradients of x and of the leaves by the bare pair, and what its forward saved."""
     (gate, up, down), x, grad = case
-    adapters = operands([(gate, up), [down]], x.dtype)
-    kept: list[Tensor] = []
-    output, saved = pair.forward(x, (gate, up), down, adapters, kept, skip_down=skip_down)
-    assert (output is None) == skip_down
-    assert [w.shape for w in kept] == [gate.weight.shape, up.weight.shape]
-    made = saved.gate.clone()
-    grad_x, leaf_grads = pair.backward(
-        grad, x, (gate, up), down, adapters, saved, [True] * (3 * LEAVES), weights=kept, owns_saved=owns_saved
-    )
-    return [grad_x, *leaf_grads], saved, made
+    made = products((gate, up), x.dtype), products([down], x.dtype)
+    output, saved = pair.forward(x, *made, down.out_features, gate.out_features, keep)
+    assert (saved is not None) == keep
+    grad_x, leaf_grads = pair.backward(grad, x, *made, gate.out_features, saved, [True] * (3 * LEAVES))
+    return [output, grad_x, *leaf_grads], saved
 
 
-def draw_pair_case() -> tuple[list[Projection], Tensor, Tensor]:
-    """Projections, x and the incoming gradient in float32."""
-    x, grad = draw(5, 32, dtype=torch.float32), draw(5, 32, dtype=torch.float32)
-    return draw_mlp(32, 48, dtype=torch.float32, quantized="nested", bias=True), x, grad
+def draw_pair_case(dtype: torch.dtype = torch.float32) -> tuple[list[Projection], Tensor, Tensor]:
+    """Projections, x and the incoming gradient."""
+    x, grad = draw(13, 32, dtype=dtype), draw(13, 32, dtype=dtype)
+    return draw_mlp(32, 48, dtype=dtype, quantized="nested", bias=True), x, grad
 
 
 def assert_same_bits(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
@@ -179,26 +180,43 @@ def assert_same_bits(ours: list[Tensor | None], theirs: list[Tensor | None]) -> 
         assert a is b or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("owns_saved", [False, True])
-def test_saved_activations_are_written_over_only_by_their_owner(owns_saved: bool) -> None:
-    """A kept G and U must survive: with retain_graph a second backward reads them. A recomputation's may be reused."""
+@torch.no_grad()
+def test_what_a_forward_saved_survives_its_backward() -> None:
+    """With retain_graph a second backward reads it; x and the incoming gradient are the caller's."""
     case = draw_pair_case()
-    x, grad = case[1].clone(), case[2].clone()
-    expected, _, _ = run_pair(case)
-    grads, saved, made = run_pair(case, owns_saved=owns_saved)
-    assert_same_bits(grads, expected)
-    assert torch.equal(saved.gate, made) is not owns_saved
-    assert torch.equal(case[1], x)
-    assert torch.equal(case[2], grad)
+    (gate, up, down), x, grad = case
+    given = [x.clone(), grad.clone()]
+    made = products((gate, up), x.dtype), products([down], x.dtype)
+    _, saved = pair.forward(x, *made, down.out_features, gate.out_features, True)
+    before = [t.clone() for t in saved]
+    for _ in range(2):
+        pair.backward(grad, x, *made, gate.out_features, saved, [True] * (3 * LEAVES))
+    assert all(torch.equal(a, b) for a, b in zip([*saved, x, grad], [*before, *given], strict=True))
 
 
-def test_leaving_out_the_down_projection_changes_no_gradient() -> None:
-    """A recomputation skips the product whose output nobody needs; P Adᵀ is made in the backward, to the same bits."""
+def test_gate_and_up_made_again_change_no_bit() -> None:
     case = draw_pair_case()
-    expected, _, _ = run_pair(case)
-    grads, saved, _ = run_pair(case, skip_down=True, owns_saved=True)
-    assert saved.down_low_rank is None
-    assert_same_bits(grads, expected)
+    assert_same_bits(run_pair(case, keep=False)[0], run_pair(case)[0])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("rows", [5, 12])
+def test_tiles_add_up(keep: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last tile of fewer rows included; in float64, so that only a wrong row can make a difference."""
+    case = draw_pair_case(torch.float64)
+    expected, _ = run_pair(case)
+    monkeypatch.setattr(pair, "tile_rows", lambda tokens, intermediate, itemsize: rows)
+    for ours, theirs in zip(run_pair(case, keep=keep)[0], expected, strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_tiles_are_even_and_never_longer_than_the_tokens() -> None:
+    assert pair.tile_rows(100, 14336, 2) == 100
+    assert pair.tile_rows(8192, 14336, 2) == 4096
+    assert pair.tile_rows(4682, 14336, 2) == 2432
+    rows = pair.tile_rows(78_475, 14336, 2)
+    assert rows * 3 * 14336 * 2 <= pair.TILE_BYTES + 128 * 3 * 14336 * 2
+    assert rows % 128 == 0
 
 
 def test_a_second_backward_over_a_retained_graph_is_the_same() -> None:

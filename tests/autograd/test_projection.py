@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastft.autograd import projection as pair
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.projection import (
     LEAVES,
+    JoinedProducts,
     Projection,
+    SeparateProducts,
+    add_leaf_grads,
     apply_group,
     flatten_leaves,
     lora_linear,
-    operands,
+    products,
     restore_leaves,
 )
 from tests.autograd import pieces
@@ -51,6 +53,12 @@ GROUPS: dict[str, Callable[[], list[Projection]]] = {
     "frozen B": lambda: [draw_projection(4, IN, trains="a"), draw_projection(3, IN)],
     "4 bits, nested": lambda: [draw_projection(4, IN, quantized="nested"), draw_projection(3, IN, quantized="nested")],
     "4 bits, flat, biases": lambda: [draw_projection(5, IN, quantized="flat", bias=True, trains="bias a b")],
+    "4 bits, different ranks": lambda: [
+        draw_projection(4, IN, rank=1, quantized="nested"),
+        draw_projection(3, IN, rank=None, quantized="nested", bias=True),
+        draw_projection(2, IN, rank=3, quantized="nested", trains="b"),
+    ],
+    "4 bits, no adapters": lambda: [draw_projection(4, IN, rank=None, quantized="flat")],
     "4 bits beside 16": lambda: [draw_projection(4, IN, quantized="nested"), draw_projection(3, IN)],
 }
 
@@ -193,57 +201,70 @@ def test_frozen_leaves_get_no_gradient() -> None:
     assert group[0].lora_b.grad is not None
 
 
-def test_weights_kept_by_a_forward_serve_its_backward() -> None:
-    """A recomputation hands its dequantized weights on: the same bits, and no second dequantization."""
-    group = [draw_projection(16, 32, dtype=torch.float32, quantized="nested") for _ in range(2)]
-    x, grads = draw(5, 32, dtype=torch.float32), [draw(5, 16, dtype=torch.float32) for _ in range(2)]
-    (adapters,) = operands([group], x.dtype)
-    kept: list[Tensor] = []
-    _, low_rank = pair.forward(x, group, adapters, kept)
-    assert [tuple(w.shape) for w in kept] == [(16, 32), (16, 32)]
-
-    def backward(weights: list[Tensor] | None) -> list[Tensor | None]:
-        grad_x, leaf_grads = pair.backward(grads, x, group, adapters, low_rank, [True] * (LEAVES * 2), weights=weights)
-        return [grad_x, *leaf_grads]
-
-    for ours, theirs in zip(backward(None), backward(kept), strict=True):
-        assert ours is theirs or torch.equal(ours, theirs)
-    kept[0].zero_()
-    assert not torch.equal(backward(None)[0], backward(kept)[0])
+@torch.no_grad()
+def run_products(
+    group: list[Projection], x: Tensor, grad: Tensor, *, room: bool, dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
+    """Y, dX and the leaves' gradients by the bare products, with or without room for the adapters' columns."""
+    made, tokens = products(group, dtype or x.dtype), x.shape[0]
+    if room:
+        wide, wide_grad = made.input_room(tokens), made.grad_room(tokens)
+        wide.fill_(float("nan"))[:, : x.shape[1]] = x
+        wide_grad.fill_(float("nan"))[:, : grad.shape[1]] = grad
+        x, grad = wide, wide_grad
+    y, low_rank = made.forward(x)
+    grad_x, grad_low_rank = made.input_grad(grad)
+    return [y, grad_x, *made.leaf_grads(grad, grad_low_rank, x, low_rank, [True] * (LEAVES * len(group)))]
 
 
-MIXED = [  # (rank, dtype) of each projection of each group
-    [(4, torch.float32), (None, None), (2, torch.bfloat16)],
-    [(3, torch.float32)],
-    [(None, None)],
-    [(1, torch.float64)],
-]
-
-
-def test_operands_of_many_groups_are_each_groups_own() -> None:
-    """One flat copy serves a whole layer: each group finds its A matrices stacked in order, and its B matrices."""
-    groups = [
-        [draw_projection(8, IN, rank=rank, adapter_dtype=dtype, dtype=torch.float32) for rank, dtype in group]
-        for group in MIXED
+@pytest.mark.parametrize("quantized", [None, "nested"], ids=["separate", "joined"])
+@pytest.mark.parametrize("ranks", [(3, None, 2), (1, 2, 16), (None, None, None)], ids=str)
+def test_room_for_the_adapters_changes_no_value(quantized: str | None, ranks: tuple[int | None, ...]) -> None:
+    """Whoever owns X and dY gives them room, so that the adapter rides along. What lies there before is not read."""
+    group = [
+        draw_projection(width, 16, rank=rank, quantized=quantized, bias=True, trains="bias a b")
+        for width, rank in zip((6, 4, 5), ranks, strict=True)
     ]
-    for group, (stacked_a, lora_b) in zip(groups, operands(groups, torch.float32), strict=True):
-        adapted = [p for p in group if p.lora_a is not None]
-        if not adapted:
-            assert stacked_a is None
-        else:
-            assert torch.equal(stacked_a, torch.cat([p.lora_a.float() for p in adapted]))
-            assert stacked_a.dtype == torch.float32
-        assert len(lora_b) == len(group)
-        for b, p in zip(lora_b, group, strict=True):
-            assert (b is None) == (p.lora_b is None)
-            assert b is None or (b.dtype == torch.float32 and torch.equal(b, p.lora_b.float()))
+    x, grad = draw(7, 16, dtype=torch.float64), draw(7, 15, dtype=torch.float64)
+    with_room, without = run_products(group, x, grad, room=True), run_products(group, x, grad, room=False)
+    for ours, theirs in zip(with_room, without, strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_lone_adapter_of_the_compute_dtype_is_not_copied() -> None:
-    projection = draw_projection(8, IN, dtype=torch.float32)
-    ((stacked_a, (lora_b,)),) = operands([[projection]], torch.float32)
-    assert stacked_a is projection.lora_a
-    assert lora_b is projection.lora_b
+def test_four_bit_groups_are_joined_and_dense_weights_are_not_copied() -> None:
+    quantized = [draw_projection(16, 32, dtype=torch.float32, quantized="nested") for _ in range(2)]
+    assert isinstance(products(quantized, torch.float32), JoinedProducts)
+    dense = draw_projection(16, 32, dtype=torch.float32)
+    made = products([dense], torch.float32)
+    assert isinstance(made, SeparateProducts)
+    assert made._weights[0] is dense.weight
+    assert isinstance(products([quantized[0], dense], torch.float32), SeparateProducts)
+
+
+@torch.no_grad()
+def test_the_products_of_a_forward_serve_its_backward() -> None:
+    """A recomputation's matrix is its backward's too: the low-rank input, left out, is made again to the same bits."""
+    group = [draw_projection(16, 32, dtype=torch.float32, quantized="nested") for _ in range(2)]
+    x, grad = draw(5, 32, dtype=torch.float32), draw(5, 32, dtype=torch.float32)
+    made = products(group, x.dtype)
+    _, low_rank = made.forward(x)
+    _, grad_low_rank = made.input_grad(grad)
+    needs = [True] * (2 * LEAVES)
+    given = made.leaf_grads(grad, grad_low_rank, x, low_rank, needs)
+    again = products(group, x.dtype).leaf_grads(grad, grad_low_rank, x, None, needs)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(given, again, strict=True))
+
+
+def test_leaf_gradients_of_tiles_add_up_in_float32() -> None:
+    parts = [[draw(4, 3, dtype=torch.bfloat16), None, draw(2, dtype=torch.float32)] for _ in range(5)]
+    expected = [sum(p[0].float() for p in parts), sum(p[2] for p in parts)]
+    total: list[Tensor | None] = [None, None, None]
+    for part in parts:
+        add_leaf_grads(total, part)
+    assert total[0].dtype == torch.float32
+    assert total[1] is None
+    torch.testing.assert_close(total[0], expected[0])
+    torch.testing.assert_close(total[2], expected[1])
 
 
 @pytest.mark.parametrize("leaf", ["lora_a", "lora_b"])

@@ -17,7 +17,8 @@ from fastft.kernels.cross_entropy import cross_entropy
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 from fastft.kernels.swiglu import swiglu, swiglu_backward
-from fastft.patching import registry
+from fastft.memory.planner import LEVELS
+from fastft.patching import levels, registry
 from tests import support
 from tests.gpu import models
 
@@ -38,17 +39,18 @@ def planned_layer(folder: pathlib.Path, level: str) -> Callable[[Tensor], Tensor
 
     It fails where the layer does not run fast.
     """
-    model = fastft.patch(models.load_qlora(folder, torch.bfloat16, **models.MIDDLE))
-    if level == "recompute":
-        model.gradient_checkpointing_enable()
+    model = fastft.patch(
+        models.load_qlora(folder, torch.bfloat16, **models.MIDDLE), memory_levels=level, cuda_graphs=False
+    )
     backbone = model.get_base_model().model
+    levels.assign(backbone, registry.site_of(backbone), (2, 256))  # as the backbone's own forward does
     layer, positions = backbone.layers[1], torch.arange(256, device="cuda").unsqueeze(0)
     angles = backbone.rotary_emb(draw_rows(), positions)
 
     def run(x: Tensor) -> Tensor:
         y = layer(x, attention_mask=None, position_ids=positions, position_embeddings=angles)
         site = registry.site_of(layer)
-        assert site.level == level
+        assert levels.level_of(site) == level
         assert site.stock_runs == 0, site.last_reason
         return y
 
@@ -60,7 +62,7 @@ def draw_rows() -> Tensor:
     return torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_no_host_sync_inside_a_layer(level: str, tmp_path: pathlib.Path) -> None:
     layer = planned_layer(tmp_path, level)
     x, grad = draw_rows(), torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16)
@@ -173,14 +175,12 @@ def gradients_twice(model: Any, batch: dict[str, Tensor]) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_two_runs_are_bit_equal(level: str, tmp_path: pathlib.Path) -> None:
     """Everything that is ours, with attention that is deterministic by itself (eager)."""
     model = models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE)
     model.get_base_model().set_attn_implementation("eager")
-    fastft.patch(model)
-    if level == "recompute":
-        model.gradient_checkpointing_enable()
+    fastft.patch(model, memory_levels=level)
     batch = models.on_gpu(support.random_batch(length=256, vocabulary=2048))
     assert gradients_twice(model, batch) == []
     models.assert_ran_fast(model)
@@ -189,9 +189,7 @@ def test_two_runs_are_bit_equal(level: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("level", ["keep", "recompute"])
 def test_two_runs_are_bit_equal_with_deterministic_algorithms(level: str, tmp_path: pathlib.Path) -> None:
     """Fused attention's backward adds in any order unless told not to; told so, the whole model repeats itself."""
-    model = fastft.patch(models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE))
-    if level == "recompute":
-        model.gradient_checkpointing_enable()
+    model = fastft.patch(models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE), memory_levels=level)
     batch = models.on_gpu(support.random_batch(length=256, vocabulary=2048))
     with deterministic_algorithms():
         assert gradients_twice(model, batch) == []
@@ -199,12 +197,30 @@ def test_two_runs_are_bit_equal_with_deterministic_algorithms(level: str, tmp_pa
 
 
 def test_levels_agree_to_the_bit(tmp_path: pathlib.Path) -> None:
-    """C46: recomputing changes when things are computed, not what."""
+    """C46: recomputing, and keeping x elsewhere, change when things are computed, not what."""
     model = models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE)
     model.get_base_model().set_attn_implementation("eager")
-    fastft.patch(model)
     batch = models.on_gpu(support.random_batch(length=256, vocabulary=2048))
-    keep = models.loss_and_gradients(model, batch)
+    found = {}
+    for level in ("keep", "recompute", "offload"):
+        fastft.patch(model, memory_levels=level)
+        found[level] = models.loss_and_gradients(model, batch)
+    for level in ("recompute", "offload"):
+        assert [name for name, g in found["keep"].items() if not torch.equal(g, found[level][name])] == [], level
+    models.assert_ran_fast(model)
+
+
+def test_kernels_compiled_ahead_are_the_first_step_s(tmp_path: pathlib.Path) -> None:
+    """The step's own launches find every kernel that does not depend on the trainer's call already compiled."""
+    from fastft.kernels import backend
+    from fastft.patching import warm
+
+    model = fastft.patch(models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE))
     model.gradient_checkpointing_enable()
-    recompute = models.loss_and_gradients(model, batch)
-    assert [name for name in keep if not torch.equal(keep[name], recompute[name])] == []
+    backend._compiled.clear()
+    warm.start(model.get_base_model())
+    warm.finish(model.get_base_model().model)
+    ahead = {(key[0].__name__, *key[1:]) for key in backend._compiled}
+    models.loss_and_gradients(model, models.on_gpu(support.random_batch(length=256, vocabulary=2048)))
+    late = {(key[0].__name__, *key[1:]) for key in backend._compiled} - ahead
+    assert late == set()

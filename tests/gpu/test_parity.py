@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fastft
+from fastft.memory.planner import LEVELS
 from tests import support
 from tests.contract import Run, assert_contract, relative_error
 from tests.gpu import models
@@ -79,10 +80,10 @@ def measure(
         support.randomize_adapters(model, seed)
         models.copy_adapters(model, reference)
         wide.append(models.wide_loss_and_gradients(reference, batch, precision.scale))
-    fastft.patch(model)
-    runs = {"keep": [Run(*three) for three in zip(run(), stock, wide, strict=True)]}
-    model.gradient_checkpointing_enable()
-    runs["recompute"] = [Run(*three) for three in zip(run(), stock, wide, strict=True)]
+    runs = {}
+    for level in LEVELS:
+        fastft.patch(model, memory_levels=level)
+        runs[level] = [Run(*three) for three in zip(run(), stock, wide, strict=True)]
     models.assert_ran_fast(model)
     return runs
 

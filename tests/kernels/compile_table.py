@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastft.kernels.nf4 import QuantizedWeight
+
 TOKENS = 4096
 
 
@@ -99,29 +101,65 @@ def swiglu_launches(dtype: torch.dtype) -> list[Launch]:
     ]
 
 
-def nf4_launches(dtype: torch.dtype) -> list[Launch]:
-    from fastft.kernels.nf4 import QuantizedWeight, dequantize
+def quantized(rows: int, columns: int, blocksize: int, nested: bool, dtype: torch.dtype) -> QuantizedWeight:
+    """A 4-bit weight without memory."""
+    blocks = -(-rows * columns // blocksize)
+    return QuantizedWeight(
+        packed=meta((rows * columns + 1) // 2, 1, dtype=torch.uint8),
+        absmax=meta(blocks, dtype=torch.uint8 if nested else torch.float32),
+        code=meta(16, dtype=torch.float32),
+        blocksize=blocksize,
+        shape=(rows, columns),
+        dtype=dtype,
+        absmax_code=meta(256, dtype=torch.float32) if nested else None,
+        absmax_scale=meta(-(-blocks // 256), dtype=torch.float32) if nested else None,
+        offset=meta(dtype=torch.float32) if nested else None,
+    )
 
-    def call(rows: int, columns: int, blocksize: int, nested: bool) -> Callable[[], object]:
-        blocks = -(-rows * columns // blocksize)
-        weight = QuantizedWeight(
-            packed=meta((rows * columns + 1) // 2, 1, dtype=torch.uint8),
-            absmax=meta(blocks, dtype=torch.uint8 if nested else torch.float32),
-            code=meta(16, dtype=torch.float32),
-            blocksize=blocksize,
-            shape=(rows, columns),
-            dtype=dtype,
-            absmax_code=meta(256, dtype=torch.float32) if nested else None,
-            absmax_scale=meta(-(-blocks // 256), dtype=torch.float32) if nested else None,
-            offset=meta(dtype=torch.float32) if nested else None,
-        )
-        return lambda: dequantize(weight)
+
+def nf4_launches(dtype: torch.dtype) -> list[Launch]:
+    from fastft.kernels.nf4 import dequantize
+
+    def call(*weight: int) -> Callable[[], object]:
+        return lambda: dequantize(quantized(*weight, dtype))
 
     return [
         Launch("4096 x 14336 nested", call(4096, 14336, 64, True)),
         Launch("4096 x 14336 not nested", call(4096, 14336, 64, False)),
         Launch("odd elements, blocks of 32", call(97, 13, 32, True), wide=False),
         Launch("blocks of 4096", call(1536, 576, 4096, False)),
+    ]
+
+
+def join_launches(dtype: torch.dtype) -> list[Launch]:
+    from fastft.kernels.join import Adapter, join
+
+    def call(
+        rows: tuple[int, ...],
+        columns: int,
+        rank: int,
+        adapter_dtype: torch.dtype = torch.float32,
+        blocksize: int = 64,
+        nested: bool = True,
+    ) -> Callable[[], object]:
+        def run() -> object:
+            weights = [quantized(count, columns, blocksize, nested, dtype) for count in rows]
+            adapters = [
+                Adapter(meta(rank, columns, dtype=adapter_dtype), meta(count, rank, dtype=adapter_dtype), 2.0)
+                if rank
+                else None
+                for count in rows
+            ]
+            return join(weights, adapters, dtype)
+
+        return run
+
+    return [
+        Launch("query, key, value of an 8B model", call((4096, 1024, 1024), 4096, 16)),
+        Launch("gate and up of an 8B model, 16-bit adapters", call((14336, 14336), 4096, 16, dtype)),
+        Launch("down of an 8B model, rank 128, not nested", call((4096,), 14336, 128, nested=False)),
+        Launch("no adapters", call((2048, 512, 512), 2048, 0)),
+        Launch("rows that blocks do not divide", call((97, 13), 90, 3), wide=False),
     ]
 
 
@@ -159,5 +197,6 @@ TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "rope": rope_launches,
     "swiglu": swiglu_launches,
     "nf4": nf4_launches,
+    "join": join_launches,
     "cross_entropy": cross_entropy_launches,
 }

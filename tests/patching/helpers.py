@@ -20,6 +20,7 @@ from tests import support
 
 ROOT = pathlib.Path(__file__).parents[2]
 LEVELS = ("keep", "recompute")
+ALL_LEVELS = ("keep", "lean", "recompute", "offload")  # for what a level could break; each costs the suite a run
 
 
 class Step(NamedTuple):
@@ -36,10 +37,12 @@ def twins(model: Any, **patch_arguments: Any) -> tuple[Any, Any]:
 
 
 def set_level(level: str, *models: Any) -> None:
-    """Level *recompute* is what asking for gradient checkpointing means; stock gets stock's checkpointing."""
-    if level == "recompute":
-        for model in models:
+    """Pin the level of planned models; stock gets stock's checkpointing, as do layers of ours that run stock."""
+    for model in models:
+        if level in ("recompute", "offload"):
             model.gradient_checkpointing_enable()
+        if level != "keep" and sites(model, "decoder layer"):
+            fastft.patch(model, memory_levels=level)
 
 
 def step(model: Any, batch: dict[str, torch.Tensor], **arguments: Any) -> Step:

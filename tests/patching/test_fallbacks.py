@@ -19,6 +19,7 @@ from fastft.patching import registry
 from fastft.patching.plan import inner_model
 from tests import support
 from tests.patching.helpers import (
+    ALL_LEVELS,
     LEVELS,
     Step,
     assert_ran_fast,
@@ -219,6 +220,7 @@ def test_patch_refuses_what_is_no_model() -> None:
 # --- adapters (C40 to C43) -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_lora_dropout_runs_stock_in_training(level: str, batch: Batch) -> None:
     """C40, C38: the same masks as stock from the same seed, in the backward too, also when the layer is recomputed."""
     stock, fast = twins(support.add_lora(support.build_model(), lora_dropout=0.3))
@@ -344,6 +346,7 @@ def test_a_disabled_adapter_is_the_base(quantized: bool, tmp_path: Any, batch: B
     assert torch.equal(on, fast(**batch).loss)
 
 
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_adapter_state_changed_between_forward_and_backward(level: str, batch: Batch) -> None:
     """A backward belongs to its own forward's adapter state, not to what it is when the backward runs."""
     from peft.tuners.lora import LoraLayer
@@ -643,6 +646,7 @@ def test_an_exotic_projection_runs_stock(batch: Batch) -> None:
     assert runs(fast, "attention") == (2, 0)
 
 
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_stock_only_runs_a_planned_model_stock(level: str, batch: Batch) -> None:
     stock, fast = twins(support.add_lora(support.build_model()))
     set_level(level, stock, fast)
@@ -657,6 +661,7 @@ def test_stock_only_runs_a_planned_model_stock(level: str, batch: Batch) -> None
     assert_ran_fast(fast)
 
 
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_stock_only_ends_before_the_backward(level: str, batch: Batch) -> None:
     """A checkpointed stock layer runs again in the backward: as stock as in its forward."""
     stock, fast = twins(support.add_lora(support.build_model()))

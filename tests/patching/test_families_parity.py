@@ -17,6 +17,7 @@ import torch
 import fastft
 from tests import support
 from tests.patching.helpers import (
+    ALL_LEVELS,
     LEVELS,
     assert_ran_fast,
     assert_same_step,
@@ -52,6 +53,7 @@ def level(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_lora_over_dense_weights(family: str, level: str, padded: bool) -> None:
     assert_parity(support.add_lora(support.build_model(family)), level, support.random_batch(padded=padded))
 

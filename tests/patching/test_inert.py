@@ -259,14 +259,15 @@ def test_state_dict_and_config_are_unchanged(quantized: bool, tmp_path: Any, bat
     assert [n for n, _ in fast.named_modules()] == [n for n, _ in stock.named_modules()]
 
 
-@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("level", ["keep", "auto", "recompute", "offload"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_as_fast_as_the_model(how: str, level: str, batch: dict[str, torch.Tensor]) -> None:
     """C39: plan, bindings and level travel; the copy is independent of the model."""
     stock, fast = twins(support.add_lora(support.build_model()))
-    if level == "recompute":
+    if level != "keep":
         fast.gradient_checkpointing_enable()
         inner_model(fast).disable_input_require_grads()  # transformers' hooks are closures, which pickle refuses
+        fastft.patch(fast, memory_levels=None if level == "auto" else level)
     copied = copy.deepcopy(fast) if how == "deepcopy" else pickle.loads(pickle.dumps(fast))
     expected = step(stock, batch)
     assert_same_step(expected, step(copied, batch))

@@ -356,9 +356,9 @@ def test_a_head_exchanged_after_patching_is_ours_and_a_copys_is_reported(
         site = registry.site_of(model)
         assert site is not None
         assert (site.fast_runs, site.stock_runs) == (1, 0)
-        assert not fastft.report(model).notes
+        assert not any("copy" in note for note in fastft.report(model).notes)
         copied = copy.deepcopy(model)
         assert any("copy" in note for note in fastft.report(copied).notes)
-        assert not fastft.report(fastft.patch(copied)).notes
+        assert not any("copy" in note for note in fastft.report(fastft.patch(copied)).notes)
     finally:
         fastft.unpatch(model)

@@ -1,0 +1,1 @@
+"""Where a step's activations live: how much memory there is, what each layer keeps, and a store in host memory."""

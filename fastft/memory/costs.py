@@ -1,0 +1,142 @@
+"""What a decoder layer holds and needs at each level, in bytes, from its shapes: the planner's input.
+
+The terms are the tensors of autograd/decoder_layer.py, counted where they live at once. With T tokens, element sizes
+e (compute dtype) and s (the residual stream), and per token q, k/v, h, i: query and key/value widths, hidden and
+intermediate size:
+
+    saved     keep      x s·h, Q K V e(q + 2kv), O e·q, attention's statistics 4 per head, h s·h, two 1/rms, G U 2e·i,
+                        and X Aᵀ of each product with adapters, e·rank
+              lean      the same without G and U and the MLP's X Aᵀ
+              recompute x;   offload: nothing (x is in host memory)
+    working   the larger of two moments of a layer's backward: the MLP's tile with everything the attention half still
+              holds for its own backward, and attention's backward with its float32 accumulator of dQ
+
+Dense copies of weights (4-bit ones, or of another dtype than the products') count where they are alive. Time is in
+floating-point operations: only ratios matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastft.autograd.mlp_half import tile_rows
+from fastft.memory.planner import LevelCost
+
+__all__ = ["LayerShape", "StepCosts", "step_costs"]
+
+_STATISTIC = 4  # bytes of a float32 per row and head
+_ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
+_HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
+_HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One decoder layer, and how it is computed.
+
+    Attributes:
+        hidden: width of the residual stream.
+        query: heads · head_dim.
+        key_value: key/value heads · head_dim.
+        heads: query heads.
+        intermediate: columns of gate, up.
+        qkv_rank: columns of X Aᵀ of Q, K and V together (0 without adapters).
+        output_rank: likewise of the output projection.
+        gate_up_rank: likewise of gate and up.
+        down_rank: likewise of down.
+        head_norms: whether Q and K are normalized per head.
+        compute_bytes: element size of the products' dtype.
+        stream_bytes: element size of the residual stream.
+        copied: whether each use makes a copy of the weights in the products' dtype: dequantized, or cast.
+    """
+
+    hidden: int
+    query: int
+    key_value: int
+    heads: int
+    intermediate: int
+    qkv_rank: int
+    output_rank: int
+    gate_up_rank: int
+    down_rank: int
+    head_norms: bool
+    compute_bytes: int
+    stream_bytes: int
+    copied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What `make_plan` takes besides the budget."""
+
+    levels: dict[str, LevelCost]
+    forward_working: int
+    loss_working: int
+
+
+def step_costs(
+    shape: LayerShape, *, tokens: int, longest: int, vocabulary: int, loss_chunk: int, head_trains: bool = False
+) -> StepCosts:
+    """Costs of one layer at every level, and the working memory around the layers.
+
+    Args:
+        shape: the layer.
+        tokens: in a batch.
+        longest: length of a row, for attention's operations.
+        vocabulary: rows of the head.
+        loss_chunk: bytes of the logits that exist at once.
+        head_trains: whether the head's weight gets a gradient (float32 while it is summed).
+    """
+    e, s = shape.compute_bytes, shape.stream_bytes
+    hidden, query, both = shape.hidden, shape.query, 2 * shape.key_value
+    stream = s * hidden * tokens
+    narrow = e * hidden * tokens
+    projected = e * (query + both) * tokens
+    output = e * query * tokens
+    statistics = _STATISTIC * shape.heads * tokens
+    key_value_heads = shape.heads * shape.key_value // query
+    raw = 0  # Q and K before their norms, and 1/rms of each head
+    if shape.head_norms:
+        raw = (e * (query + shape.key_value) + _STATISTIC * (shape.heads + key_value_heads)) * tokens
+    attention_ranks = e * (shape.qkv_rank + shape.output_rank) * tokens
+    attention = projected + raw + output + statistics + 2 * _STATISTIC * tokens + attention_ranks
+    gate_up = e * (2 * shape.intermediate + shape.gate_up_rank + shape.down_rank) * tokens
+
+    dense = e if shape.copied else 0
+    qkv_weight = dense * (query + both) * hidden
+    output_weight = dense * query * hidden
+    gate_up_weight = 2 * dense * shape.intermediate * hidden
+    down_weight = dense * shape.intermediate * hidden
+    rows = tile_rows(tokens, shape.intermediate, e)
+    tile = rows * e * (3 * shape.intermediate + shape.gate_up_rank + hidden + shape.down_rank)
+
+    # The MLP's backward: dy, dX of the MLP and RMSNorm(h) beside the tile.
+    around_mlp = stream + 2 * narrow + tile + gate_up_weight + down_weight
+    made_again = attention + stream + narrow + qkv_weight + output_weight  # by a recomputation: also h and RMSNorm(x)
+    # Attention's backward: dy, dh, dO, dQ dK dV, the accumulator.
+    around_attention = stream + narrow + output + projected + _ACCUMULATOR * query * tokens
+    kept_working = max(around_mlp, around_attention + output_weight, around_attention + projected + qkv_weight)
+    recompute_working = max(around_mlp + made_again, around_attention + attention + narrow + qkv_weight)
+
+    half_operations = 2 * tokens * hidden * (2 * query + both) + 2 * tokens * longest * query
+    lean_operations = 4 * tokens * hidden * shape.intermediate
+    recompute_operations = half_operations + lean_operations
+    levels = {
+        "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, 0.0),
+        "lean": LevelCost(stream + attention + stream, kept_working, 0, float(lean_operations)),
+        "recompute": LevelCost(stream, recompute_working, 0, float(recompute_operations)),
+        "offload": LevelCost(
+            0,
+            recompute_working + 2 * stream,
+            stream,
+            float(recompute_operations + _HOST_COPY_OPERATIONS * stream + _HOST_LAUNCH_OPERATIONS),
+        ),
+    }
+    forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank)
+    forward_working = max(
+        attention + 2 * narrow + stream + gate_up_weight + forward_tile,
+        stream + 2 * narrow + forward_tile + down_weight,
+    )
+    head = 4 * vocabulary * hidden if head_trains else 0
+    loss_working = loss_chunk + 2 * stream + 2 * narrow + head
+    return StepCosts(levels, forward_working, loss_working)

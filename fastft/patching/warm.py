@@ -1,0 +1,142 @@
+"""Compiling a model's Triton kernels in threads while its user builds a trainer.
+
+A kernel compiles in about a second, most of it outside of Python's lock, so a dozen of them in threads are done about
+when the slowest is; one after another in the first step they would be most of that step. Each job launches the real
+kernels, through the real launchers, over a few rows: shapes decide what is compiled, the number of rows does not.
+
+A job that fails says so to the debug log and nothing more: the step itself will meet the same error and raise it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastft.autograd.attention_half import Heads, Norm
+from fastft.autograd.projection import Projection, products
+from fastft.kernels.cross_entropy import cross_entropy
+from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
+from fastft.kernels.rope import rope
+from fastft.kernels.swiglu import swiglu, swiglu_backward
+from fastft.patching import decoder_layer, registry
+from fastft.patching.families import FAMILIES
+
+__all__ = ["finish", "start"]
+
+_ROWS = 32
+_TRAINER_OUTPUTS = ("entropy", "is_top1")  # what TRL's trainers log
+_MOST_THREADS = 8
+_running: weakref.WeakKeyDictionary[nn.Module, list[Future[None]]] = weakref.WeakKeyDictionary()
+_log = logging.getLogger(__name__)
+
+
+def start(model: Any) -> None:
+    """Begin compiling for a planned model on a CUDA device; returns at once.
+
+    Args:
+        model: the transformers model inside the PEFT wrapper.
+    """
+    backbone = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    layers = [m for m in backbone.modules() if (s := registry.site_of(m)) is not None and s.part == "decoder layer"]
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    if not layers or dtype not in (torch.bfloat16, torch.float16):
+        return
+    layer: Any = layers[0]
+    device = layer.input_layernorm.weight.device
+    family = FAMILIES[registry.site_of(layer).model_type]  # type: ignore[union-attr]
+    projections = decoder_layer.reader_of(layer, family).projections(dtype, autocast=True)
+    if device.type != "cuda" or isinstance(projections, str):
+        return
+    norm = Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon, family.norm_mode)
+    vocabulary = int(model.config.vocab_size)
+    jobs = [
+        *_layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, device),
+        lambda: _loss(vocabulary, dtype, device, ()),
+        lambda: _loss(vocabulary, dtype, device, _TRAINER_OUTPUTS),
+    ]
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="fastft-compile")
+    _running[backbone] = [pool.submit(_run, job, device) for job in jobs]
+    pool.shutdown(wait=False)
+
+
+def finish(backbone: nn.Module) -> None:
+    """Wait for what `start` began; compiling the same kernel twice would take longer."""
+    for future in _running.pop(backbone, ()):
+        error = future.exception()
+        if error is not None:  # whatever it is, the first step meets it in the open
+            _log.debug("compiling ahead failed: %s", error)
+
+
+def _run(job: Callable[[], None], device: torch.device) -> None:
+    with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+        job()
+
+
+def _layer_jobs(
+    projections: Sequence[Projection], norm: Norm, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], None]]:
+    """One job for each kernel variant of a decoder layer (autograd/decoder_layer.py)."""
+    q, k, v, o, gate, up, down = projections
+    hidden, intermediate = o.out_features, gate.out_features
+    heads = Heads(q.out_features // head_dim, k.out_features // head_dim, head_dim)
+
+    def rows(width: int) -> Tensor:
+        return torch.zeros(_ROWS, width, dtype=dtype, device=device)
+
+    def first_norm() -> None:
+        room = products((q, k, v), dtype).input_room(_ROWS)
+        rms_norm(rows(hidden), norm.weight, norm.epsilon, mode=norm.mode, out=room[:, :hidden])
+
+    def second_norm() -> None:
+        room, x = products((gate, up), dtype).input_room(_ROWS), rows(hidden)
+        rms_norm(
+            x, norm.weight, norm.epsilon, mode=norm.mode, residual=rows(hidden), out=room[:, :hidden], summed_out=x
+        )
+
+    def last_norm() -> None:
+        rms_norm(rows(hidden), norm.weight, norm.epsilon, mode=norm.mode)
+
+    def norm_backwards() -> None:
+        room, scale = products([o], dtype).grad_room(_ROWS), torch.ones(_ROWS, device=device)
+        target = room[:, :hidden]
+        x, grad = rows(hidden), rows(hidden)
+        rms_norm_backward(x, x, norm.weight, scale, mode=norm.mode, residual_grad=grad, out=target)
+        rms_norm_backward(x, x, norm.weight, scale, mode=norm.mode, residual_grad=target)
+        rms_norm_backward(x, x, norm.weight, scale, mode=norm.mode)
+
+    def rotations() -> None:
+        side_by_side = rows(q.out_features + 2 * k.out_features)
+        query, key, value = heads.cut(side_by_side, 1, _ROWS)
+        angles = torch.zeros(1, _ROWS, head_dim, dtype=dtype, device=device)
+        rope(query, key, angles, angles, out=(query, key))
+        grad_query, grad_key, _ = heads.cut(products((q, k, v), dtype).grad_room(_ROWS), 1, _ROWS)
+        contiguous = query.contiguous(), key.contiguous()
+        rope(*contiguous, angles, angles, inverse=True, out=(grad_query, grad_key))
+        del value
+
+    def activation() -> None:
+        room = products([down], dtype).input_room(_ROWS)
+        both = rows(2 * intermediate)
+        swiglu(both[:, :intermediate], both[:, intermediate:], out=room[:, :intermediate])
+
+    def activation_backward() -> None:
+        room, grad = products((gate, up), dtype).grad_room(_ROWS).zero_(), rows(intermediate)
+        own, kept = room[:, :intermediate], rows(2 * intermediate)
+        up_part = room[:, intermediate : 2 * intermediate]
+        swiglu_backward(grad, own, up_part, out=(grad, own, up_part))
+        swiglu_backward(grad, kept[:, :intermediate], kept[:, intermediate:], out=(grad, own, up_part))
+
+    return [first_norm, second_norm, last_norm, norm_backwards, rotations, activation, activation_backward]
+
+
+def _loss(vocabulary: int, dtype: torch.dtype, device: torch.device, outputs: tuple[str, ...]) -> None:
+    stride = -(-vocabulary // 64) * 64
+    logits = torch.zeros(_ROWS, stride, dtype=dtype, device=device)[:, :vocabulary]
+    cross_entropy(logits, torch.zeros(_ROWS, dtype=torch.int64, device=device), outputs=outputs)

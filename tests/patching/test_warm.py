@@ -1,0 +1,51 @@
+"""Compiling ahead: every job runs the launchers with shapes they accept, and nothing happens where nothing compiles."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+import fastft
+from fastft.autograd.attention_half import Norm
+from fastft.kernels.backend import interpreting
+from fastft.patching import decoder_layer, registry, warm
+from fastft.patching.families import FAMILIES
+from tests import support
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_jobs_run_on_the_shapes_of_a_layer(family: str) -> None:
+    """On the CPU through the twins: a wrong shape or stride would raise here, where `start` only logs it."""
+    dtype = torch.float16 if interpreting() else torch.bfloat16
+    model = fastft.patch(support.add_lora(support.build_model(family).to(dtype)))
+    layer: Any = model.get_base_model().model.layers[0]
+    declared = FAMILIES[registry.site_of(layer).model_type]
+    projections = decoder_layer.reader_of(layer, declared).projections(dtype, autocast=True)
+    norm = Norm(layer.input_layernorm.weight, 1e-6, declared.norm_mode)
+    with torch.no_grad():
+        for job in warm._layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, torch.device("cpu")):
+            job()
+        warm._loss(97, dtype, torch.device("cpu"), warm._TRAINER_OUTPUTS)
+
+
+def test_nothing_starts_without_a_gpu() -> None:
+    model = fastft.patch(support.add_lora(support.build_model().to(torch.bfloat16)))
+    before = threading.active_count()
+    warm.start(model.get_base_model())
+    warm.finish(model.get_base_model().model)
+    assert threading.active_count() == before
+
+
+def test_a_failing_job_is_logged_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    model = support.build_model().model
+    failed: Future[None] = Future()
+    failed.set_exception(RuntimeError("no compiler"))
+    warm._running[model] = [failed]
+    with caplog.at_level("DEBUG", logger="fastft.patching.warm"):
+        warm.finish(model)
+    assert "no compiler" in caplog.text
+    assert model not in warm._running
