@@ -330,12 +330,13 @@ class ModelGraphs:
         """Forget all graphs and give their memory back."""
         self._drop()
         self._shared.clear()
-        self._tape, self._step, self._last, self._alike = None, [], [], 0
+        self._step, self._last, self._alike = [], [], 0
         self.replays, self._failed, self.reason = 0, False, None
 
     def _drop(self) -> None:
+        """Forget the graphs, and their pool with them: PyTorch ends a pool with its last graph."""
         self._graphs.clear()
-        self._captured, self._capturing = [], False
+        self._tape, self._captured, self._capturing = None, [], False
 
     def _refusal(self, call: LayerCall, x: Tensor) -> str | None:
         if self._failed:
