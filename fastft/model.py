@@ -211,7 +211,9 @@ class FastModel:
                 with seeded(model, random_state):
                     model = get_peft_model(model, config, **wrapping)
         require_trainable(model)
-        patch(model, memory_budget=memory_budget, memory_levels=level if memory_levels is None else memory_levels)
+        patch(model, memory_budget=memory_budget, memory_levels=level)
+        if memory_levels is not None:  # over what was named for all
+            patch(model, memory_levels=memory_levels)
         if level != "keep" or memory_levels is not None:  # after planning: planned layers take it up as their level
             enable_checkpointing(model)
         compile_ahead(model)

@@ -18,7 +18,7 @@ WORLD = 2
 
 
 def planned_model(level: str) -> torch.nn.Module:
-    model = fastft.patch(support.add_lora(support.build_model()))
+    model = fastft.patch(support.add_lora(support.build_model()), memory_levels=level)
     if level == "recompute":
         model.enable_input_require_grads()
         model.base_model.model._set_gradient_checkpointing(True, torch.utils.checkpoint.checkpoint)

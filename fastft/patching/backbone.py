@@ -41,7 +41,7 @@ def before_forward(
     _check_padding(module, site, ids, kwargs)
     if module.training and torch.is_grad_enabled():
         levels.assign(module, site, (int(shape[0]), int(shape[1])))
-    elif not module.training:
+    else:
         levels.rest(module)
     changed = dict(kwargs)
     cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)

@@ -65,11 +65,15 @@ def take_over(model: nn.Module, *, planning: bool = False) -> None:
 
 def give_back(model: nn.Module) -> None:
     """The inverse of `take_over`, before the plans are removed."""
+    switched_on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for layer in planned_layers(model):
         site = registry.site_of(layer)
         assert site is not None
-        if "gradient_checkpointing" in layer.__dict__ or site.level != "keep":
-            layer.gradient_checkpointing = site.level != "keep"
+        # A level that the user named says nothing about whether checkpointing was ever switched on.
+        asked = switched_on if site.pinned is not None else site.level != "keep"
+        asked = asked and "_gradient_checkpointing_func" in layer.__dict__
+        if "gradient_checkpointing" in layer.__dict__ or asked:
+            layer.gradient_checkpointing = asked
 
 
 def install() -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -225,10 +226,11 @@ def _stock_forward(
     no_cache = all(kwargs.get(name) is None for name in CACHE_NAMES)
     if site.level != "keep" and layer.training and torch.is_grad_enabled() and no_cache:
         checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
-        if checkpoint is not None:
-            if reason in (registry.DISABLED, ATTENTIONS):
-                stock = partial(_all_stock, stock)
-            return checkpoint(stock, hidden_states, *args)
+        if checkpoint is None:  # the level was named, and checkpointing as transformers has it never switched on
+            checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        if reason in (registry.DISABLED, ATTENTIONS):
+            stock = partial(_all_stock, stock)
+        return checkpoint(stock, hidden_states, *args)
     return stock(hidden_states, *args)
 
 

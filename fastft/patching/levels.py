@@ -117,6 +117,15 @@ def set_budget(backbone_site: registry.Site, budget: str | int | float | None) -
     backbone_site.memory = Memory(budget=parse_budget(budget))
 
 
+def ask_planner(layers: Sequence[nn.Module]) -> None:
+    """Leave to the planner what nobody has named: a budget means that there is to be a plan."""
+    for layer in layers:
+        site = registry.site_of(layer)
+        assert site is not None
+        if site.pinned is None:
+            site.level = AUTO
+
+
 def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> None:
     """Give every planned layer its level for a training forward over `[batch, sequence]` tokens."""
     layers = [m for m in backbone._modules["layers"]._modules.values() if registry.site_of(m) is not None]  # type: ignore[union-attr,arg-type]
@@ -178,7 +187,10 @@ def release(backbone: nn.Module) -> None:
 
 
 def rest(backbone: nn.Module) -> None:
-    """An evaluation or generation began: its peak is no step's, and host memory that no graph waits for goes back."""
+    """A forward began that is no training step's (evaluation, generation, a reference pass): its peak is its own.
+
+    In evaluation, host memory that no graph waits for goes back as well.
+    """
     site = registry.site_of(backbone)
     if site is not None and site.memory is not None and site.memory.pending is not None:
         replayed = backbone in _graphs and _graphs[backbone].captured > 0
@@ -187,7 +199,7 @@ def rest(backbone: nn.Module) -> None:
             _learn(site.memory, device)
         site.memory.pending = None
     store = _stores.get(backbone)
-    if store is not None and store.host_bytes and not store.in_flight:
+    if store is not None and not backbone.training and store.host_bytes and not store.in_flight:
         store.release()
 
 
@@ -480,6 +492,7 @@ __all__ = [
     "CHOICES",
     "Memory",
     "SizePlan",
+    "ask_planner",
     "assign",
     "costs_of",
     "graph_summary",

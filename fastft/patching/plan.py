@@ -100,6 +100,7 @@ def patch(
     bitsandbytes.repair_on_cpu(inner)
     if memory_budget is not None:
         levels.set_budget(body_site, memory_budget)
+        levels.ask_planner(checkpointing.planned_layers(inner))
     if cuda_graphs is not None:
         levels.set_graphs(body, body_site, cuda_graphs)
     if memory_levels is not None:

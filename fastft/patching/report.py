@@ -112,7 +112,8 @@ def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_
         return "fast", f"through TRL's head; the model's own forward runs stock: {reason}"
     if reason is not None:
         return "stock", reason
-    level = site.level if site.assigned is None else site.assigned
+    undecided = site.level == levels.AUTO and site.assigned is None
+    level = site.level if undecided else levels.level_of(site)
     how = {"decoder layer": f"one autograd node, level {level}", "loss": "linear cross-entropy, no logits"}
     note = how.get(site.part, "one kernel each way" if site.part == "norm" else "hand-derived backward")
     if site.stock_runs and site.last_reason is not None:

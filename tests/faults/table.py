@@ -952,4 +952,107 @@ _PATCHING = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_PATCHING)
+_PLANNER = "tests/memory/test_planner.py::test_"
+_OFFLOAD = "tests/memory/test_offload.py::test_"
+_LEVELS = "tests/patching/test_levels.py::test_"
+
+_MEMORY = [
+    *_faults(
+        "memory/planner.py",
+        _PLANNER,
+        [
+            (
+                "a_plan_is_the_best_of_all[True]",
+                "the working memory of a recomputing layer forgotten",
+                "recompute = a * saved[0] + (b - a) * saved[1] + (fixed_before[b - 1] + working[1])",
+                "recompute = a * saved[0] + (b - a) * saved[1] + fixed_before[b - 1]",
+            ),
+            (
+                "the_predicted_peak_of_given_levels",
+                "the loss forgotten",
+                "return max(peak, held + loss_working)",
+                "return peak",
+            ),
+            (
+                "the_layers_that_save_most_come_last",
+                "the best levels first",
+                "for level, count in zip(_BY_DEPTH, counts, strict=True) for _ in range(count)]",
+                "for level, count in reversed([*zip(_BY_DEPTH, counts, strict=True)]) for _ in range(count)]",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/costs.py",
+        _LEVELS,
+        [
+            (
+                "tests/memory/test_costs.py::test_long_batches_hold_one_tile_of_the_mlp",
+                "the MLP's tensors counted for every token",
+                "rows = tile_rows(tokens, shape.intermediate, e)",
+                "rows = tokens",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/offload.py",
+        _OFFLOAD,
+        [
+            (
+                "a_copy_out_waits_for_what_makes_the_tensor",
+                "copied out before it is made",
+                "lanes.out.wait_stream(user)",
+                "pass",
+            ),
+            (
+                "a_reused_buffer_waits_for_its_last_copy",
+                "a buffer reused while it is read",
+                "lanes.out.wait_event(buffer.last_use[0])",
+                "pass",
+            ),
+            (
+                "a_copy_back_waits_for_its_memory_and_its_copy_out",
+                "copied back before it is out",
+                "back.wait_event(self._copied)",
+                "pass",
+            ),
+            (
+                "a_get_starts_the_parcel_before_it_and_no_other",
+                "nothing fetched ahead",
+                "previous._arrival = previous._copy_back()",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/levels.py",
+        _LEVELS,
+        [
+            (
+                "a_step_above_the_budget_is_planned_again",
+                "what a step used is not learned from",
+                "memory.correction += error",
+                "pass",
+            ),
+            (
+                "two_graphs_alive_at_once",
+                "a second graph alive is not noticed",
+                "return rest > known.start and rest + known.above > known.plan.budget",
+                "return False",
+            ),
+            (
+                "the_store_is_settled_by_the_layer_after_the_last_offload",
+                "nobody settles the store",
+                'if level == "offload" or before == "offload":',
+                'if level == "offload":',
+            ),
+            (
+                "statistics_that_are_reset_after_a_step_lose_nothing",
+                "a peak read too late",
+                "memory.seen = torch.cuda.max_memory_allocated(device)",
+                "memory.seen = None",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING)

@@ -32,6 +32,7 @@ from tests.patching.helpers import (
     decoder_layers,
     relative_error,
     rows,
+    saved_bytes,
     sites,
     step,
 )
@@ -915,3 +916,77 @@ def test_a_planned_layer_that_runs_stock_is_checkpointed(device: Device, batch: 
     assert_same_step(*results)
     assert assigned(model) == ["recompute"] * 3
     assert memory(model).sizes == {}
+
+
+def with_lora(**config: Any) -> Any:
+    """A small model with adapters, not planned yet."""
+    return support.add_lora(support.build_model(**config))
+
+
+def test_a_named_level_does_not_switch_checkpointing_on_when_unpatched() -> None:
+    """Stock layers would look for transformers' checkpoint function, which nobody has set."""
+    model = fastft.patch(with_lora(), memory_levels="recompute")
+    fastft.unpatch(model)
+    step(model, support.random_batch())
+    assert not model.is_gradient_checkpointing
+
+
+def test_checkpointing_that_was_switched_on_outlasts_a_named_level() -> None:
+    model = with_lora()
+    model.gradient_checkpointing_enable()
+    fastft.patch(model, memory_levels="keep")
+    fastft.unpatch(model)
+    assert all(layer.gradient_checkpointing for layer in inner_model(model).model.layers)
+
+
+def test_a_stock_layer_under_a_named_level_checkpoints_itself() -> None:
+    batch = support.random_batch(rows=2, length=64)
+    stock = support.add_lora(support.build_model(), lora_dropout=0.1)
+    stock.gradient_checkpointing_enable()
+    fast = fastft.patch(support.add_lora(support.build_model(), lora_dropout=0.1), memory_levels="recompute")
+    assert saved_bytes(fast, batch) <= 1.05 * saved_bytes(stock, batch)
+
+
+def test_the_report_shows_keep_once_checkpointing_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "_device_of", lambda layers: None)  # auto means recompute then
+    fast = fastft.patch(with_lora())
+    assert "level keep" in str(fastft.report(fast))
+    fast.gradient_checkpointing_enable()
+    assert "level auto" in str(fastft.report(fast))
+    step(fast, support.random_batch())
+    assert "level recompute" in str(fastft.report(fast))
+    inner_model(fast)._set_gradient_checkpointing(False)
+    assert "level keep" in str(fastft.report(fast))
+
+
+def test_a_budget_alone_asks_the_planner() -> None:
+    fast = fastft.patch(with_lora(), memory_budget="1MiB")
+    step(fast, support.random_batch(rows=4, length=256))
+    assert levels.level_of(sites(fast, "decoder layer")[0]) != "keep"
+
+
+@pytest.mark.parametrize(("named", "others"), [("recompute", "recompute"), (False, "keep"), (True, "auto")])
+def test_a_mapping_beside_a_named_level(named: str | bool, others: str) -> None:
+    model = fastft.FastModel.get_peft_model(
+        support.build_model(), use_gradient_checkpointing=named, memory_levels={0: "lean"}
+    )
+    assert [site.level for site in sites(model, "decoder layer")] == ["lean", others]
+
+
+def test_the_store_is_settled_by_the_layer_after_the_last_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fastft.patch(with_lora(num_hidden_layers=4), memory_levels=["offload", "offload", "keep", "keep"])
+    settled: list[int] = []
+    monkeypatch.setattr(levels.store_of(inner_model(model).model), "settle", lambda: settled.append(1))
+    loss = model(**support.random_batch()).loss
+    assert settled == [1]
+    del loss
+
+
+def test_a_reference_pass_in_training_mode_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPO, GRPO: no_grad forwards of the training model. Host memory stays: the next step wants it."""
+    seen: list[bool] = []
+    monkeypatch.setattr(levels, "rest", lambda backbone: seen.append(backbone.training))
+    model = fastft.patch(with_lora(), memory_levels="auto").train()
+    with torch.no_grad():
+        model(**support.random_batch())
+    assert seen == [True]
