@@ -17,8 +17,6 @@ from torch import nn
 
 from fastft.patching import registry
 
-AUTO = "auto"  # the planner decides, before each forward (patching/levels.py)
-
 
 def planned_layers(model: nn.Module) -> list[nn.Module]:
     """The planned decoder layers inside `model`, in order."""
@@ -58,7 +56,7 @@ def take_over(model: nn.Module, *, planning: bool = False) -> None:
         if site.pinned is not None:
             site.level = site.pinned if asked or planning or site.pinned == "keep" else "keep"
         elif asked or not planning:
-            site.level = AUTO if asked else "keep"
+            site.level = registry.AUTO if asked else "keep"
         if decoder_layer.is_bound(layer):
             layer.gradient_checkpointing = False
 

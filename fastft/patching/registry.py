@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch import nn
 
 PLAN = "_fastft"
+AUTO = "auto"  # a decoder layer's level, left to the planner
 Part = Literal["model", "decoder layer", "norm", "attention", "mlp", "loss"]
 
 
@@ -43,7 +44,7 @@ class Site:
         pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
         empty_batches: batches without a counted label (on the loss's site).
         cuda_graphs: whether layers may be replayed from CUDA graphs (on the backbone's site).
-        memory: budget and plans (on the backbone's site): patching/levels.py.
+        memory: budget and plans (on the backbone's site): patching/size_plans.py.
     """
 
     part: Part

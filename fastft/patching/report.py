@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastft.patching import levels, registry
+from fastft.patching import levels, registry, size_plans
 from fastft.patching.plan import inner_model, static_reason
 
 
@@ -112,7 +112,7 @@ def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_
         return "fast", f"through TRL's head; the model's own forward runs stock: {reason}"
     if reason is not None:
         return "stock", reason
-    undecided = site.level == levels.AUTO and site.assigned is None
+    undecided = site.level == registry.AUTO and site.assigned is None
     level = site.level if undecided else levels.level_of(site)
     how = {"decoder layer": f"one autograd node, level {level}", "loss": "linear cross-entropy, no logits"}
     note = how.get(site.part, "one kernel each way" if site.part == "norm" else "hand-derived backward")
@@ -137,7 +137,7 @@ def _span(pattern: str, sites: list[registry.Site]) -> str:
 
 def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
     notes = [f"{what}: {why}" for what, why in registry.skipped().items()]
-    notes += [note for site, _ in found if site.part == "model" and (note := levels.summary(site)) is not None]
+    notes += [note for site, _ in found if site.part == "model" and (note := size_plans.summary(site)) is not None]
     notes += [
         note
         for site, module in found

@@ -1024,7 +1024,7 @@ _MEMORY = [
         ],
     ),
     *_faults(
-        "patching/levels.py",
+        "patching/size_plans.py",
         _LEVELS,
         [
             (
@@ -1040,16 +1040,22 @@ _MEMORY = [
                 "return False",
             ),
             (
-                "the_store_is_settled_by_the_layer_after_the_last_offload",
-                "nobody settles the store",
-                'if level == "offload" or before == "offload":',
-                'if level == "offload":',
-            ),
-            (
                 "statistics_that_are_reset_after_a_step_lose_nothing",
                 "a peak read too late",
                 "memory.seen = torch.cuda.max_memory_allocated(device)",
                 "memory.seen = None",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/levels.py",
+        _LEVELS,
+        [
+            (
+                "the_store_is_settled_by_the_layer_after_the_last_offload",
+                "nobody settles the store",
+                'if level == "offload" or before == "offload":',
+                'if level == "offload":',
             ),
         ],
     ),

@@ -17,7 +17,7 @@ from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import LayerShape, StepCosts, step_costs
 from fastft.memory.planner import LEVELS
-from fastft.patching import levels
+from fastft.patching import layer_costs, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
 from tests.autograd import pieces
@@ -179,7 +179,7 @@ def test_the_shape_is_read_off_the_model(kind: str, level: str, fused_attention:
         inner_model(model).config._attn_implementation = fused_attention
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
             saved.append(saved_bytes(model, batch))
-            found = levels.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
+            found = layer_costs.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
         assert found is not None
         planned = found.levels[level].saved
     assert saved[1] - saved[0] == 2 * planned
@@ -197,9 +197,9 @@ def test_weights_that_each_use_copies(
         model = support.load_4bit(model, tmp_path)
     model = fastft.patch(support.add_lora(model))
     shapes: list[LayerShape] = []
-    monkeypatch.setattr(levels, "step_costs", lambda shape, **_: shapes.append(shape))
+    monkeypatch.setattr(layer_costs, "step_costs", lambda shape, **_: shapes.append(shape))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        levels.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
+        layer_costs.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
     assert [shape.copied for shape in shapes] == [copied]
     assert [(shape.compute_bytes, shape.stream_bytes) for shape in shapes] == [(2 if autocast else 4, 4)]
 
@@ -213,12 +213,12 @@ def test_a_head_that_trains_is_known(trained: str) -> None:
         model = support.add_lora(model, modules_to_save=kept)
     model = fastft.patch(model)
     body = inner_model(model).model
-    found = levels.costs_of(body, list(decoder_layers(model)), 256, 128)
+    found = layer_costs.costs_of(body, list(decoder_layers(model)), 256, 128)
     assert found is not None
     frozen = costs(levels_shape(model), 256, longest=128, vocabulary=128, loss_chunk=256 * 128 * 4)
     head = 4 * 128 * 64
     assert found.loss_working == frozen.loss_working + (0 if trained == "adapters" else head)
-    _, gradients = levels._start(body, levels.Memory(), 0)
+    _, gradients = size_plans._start(body, size_plans.Memory(), 0)
     assert gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 

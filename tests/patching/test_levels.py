@@ -21,7 +21,7 @@ import fastft
 from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.planner import make_plan
-from fastft.patching import levels, registry
+from fastft.patching import layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
 from tests.patching.helpers import (
@@ -68,9 +68,9 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(levels, "_device_of", lambda layers: CUDA)
+    monkeypatch.setattr(size_plans, "device_of", lambda layers: CUDA)
     monkeypatch.setattr(
-        levels, "allowed_bytes", lambda _, budget: device.limit if budget is None else min(budget, device.limit)
+        size_plans, "allowed_bytes", lambda _, budget: device.limit if budget is None else min(budget, device.limit)
     )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: device.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: device.peak)
@@ -87,7 +87,7 @@ def backbone(model: Any) -> Any:
     return inner_model(model).model
 
 
-def memory(model: Any) -> levels.Memory:
+def memory(model: Any) -> size_plans.Memory:
     return registry.site_of(backbone(model)).memory
 
 
@@ -119,7 +119,9 @@ def peak_of(model: Any, wanted: list[str], batch: Batch) -> int:
     """What the planner predicts for these levels."""
     count, length = batch["input_ids"].shape
     tokens = -(-count * length // 256) * 256
-    found = levels.costs_of(backbone(model), list(decoder_layers(model)), tokens, min(tokens, -(-length // 256) * 256))
+    found = layer_costs.costs_of(
+        backbone(model), list(decoder_layers(model)), tokens, min(tokens, -(-length // 256) * 256)
+    )
     assert found is not None
     return make_plan(
         layers=len(wanted),
@@ -391,7 +393,7 @@ def test_the_cpu_is_planned_for_too(batch: Batch, capsys: pytest.CaptureFixture[
 
 def test_layers_on_several_devices_recompute(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what fits where; a level that was named holds."""
-    monkeypatch.setattr(levels, "_device_of", lambda layers: None)
+    monkeypatch.setattr(size_plans, "device_of", lambda layers: None)
     model = build({1: "keep", 2: "offload"})
     fastft.patch(model, memory_levels={0: "auto", 3: "auto"})
     calls = attention_calls(model, batch)
@@ -402,9 +404,9 @@ def test_layers_on_several_devices_recompute(batch: Batch, monkeypatch: pytest.M
 
 def test_devices_are_told_apart() -> None:
     here, there = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")
-    assert levels._device_of([here, here]) == torch.device("cpu")
-    assert levels._device_of([here, there]) is None
-    assert levels._device_of([there, there]) is None, "how much memory it has is not known"
+    assert size_plans.device_of([here, here]) == torch.device("cpu")
+    assert size_plans.device_of([here, there]) is None
+    assert size_plans.device_of([there, there]) is None, "how much memory it has is not known"
 
 
 def test_outside_of_a_backbone_s_forward_a_layer_recomputes(batch: Batch) -> None:
@@ -443,7 +445,7 @@ def planned_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         seen.append((tokens, longest))
         return memory_costs.step_costs(shape, tokens=tokens, longest=longest, **others)
 
-    monkeypatch.setattr(levels, "step_costs", recording)
+    monkeypatch.setattr(layer_costs, "step_costs", recording)
     return seen
 
 
@@ -604,7 +606,7 @@ def test_the_optimizer_s_state_is_reckoned_with_once(device: Device) -> None:
     assert starts == [BUSY + state] * 3
     assert all(known.gradients == gradients for known in memory(model).sizes.values())
     for (tokens, longest), known in memory(model).sizes.items():
-        found = levels.costs_of(backbone(model), list(decoder_layers(model)), tokens, longest)
+        found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), tokens, longest)
         assert found is not None
         working = max(found.loss_working, found.forward_working, found.levels["keep"].working)
         assert known.plan.peak == BUSY + state + gradients + 2 * found.levels["keep"].saved + working
@@ -782,15 +784,15 @@ def test_host_memory_is_shared_by_the_processes_of_a_host(batch: Batch, monkeypa
     model = build("offload")
     body = backbone(model)
     free = 10**9
-    monkeypatch.setattr(levels, "device_memory", lambda _: DeviceMemory(2 * free, free, 0))
+    monkeypatch.setattr(size_plans, "device_memory", lambda _: DeviceMemory(2 * free, free, 0))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert levels._host_budget(body) == free * 3 // 4
+    assert size_plans._host_budget(0) == free * 3 // 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert levels._host_budget(body) == free // 4 * 3 // 4
+    assert size_plans._host_budget(0) == free // 4 * 3 // 4
     step(model, batch)
     held = levels.store_of(body).host_bytes
     assert held > 0
-    assert levels._host_budget(body) == (free // 4 + held) * 3 // 4
+    assert size_plans._host_budget(held) == (free // 4 + held) * 3 // 4
 
 
 # --- the host store --------------------------------------------------------------------------------------------------
@@ -948,7 +950,7 @@ def test_a_stock_layer_under_a_named_level_checkpoints_itself() -> None:
 
 
 def test_the_report_shows_keep_once_checkpointing_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "_device_of", lambda layers: None)  # auto means recompute then
+    monkeypatch.setattr(size_plans, "device_of", lambda layers: None)  # auto means recompute then
     fast = fastft.patch(with_lora())
     assert "level keep" in str(fastft.report(fast))
     fast.gradient_checkpointing_enable()

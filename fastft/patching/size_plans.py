@@ -1,0 +1,255 @@
+"""The memory plans of one model, one for each batch size: made, remembered, corrected, announced.
+
+A plan is made once for a size, then looked up. It is made again when a step shows that the prediction was off, or when
+more is allocated than it reckoned with (a second graph alive, a reference model loaded since). All of it is plain data
+in the backbone's site.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
+from fastft.memory.costs import StepCosts
+from fastft.memory.planner import LEVELS, Plan, make_plan
+from fastft.patching import registry
+from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of
+from fastft.patching.registry import AUTO
+
+__all__ = ["Memory", "SizePlan", "device_of", "learn", "plan_for", "summary"]
+
+_SIZE_STEP = 256  # tokens: sizes are planned for the next multiple
+_MOST_REPLANS = 3  # for one size
+_LEFT_OVER = 20  # an ended step has left at most this part of what it used
+_OFF_BY = 0.1  # of the predicted peak: a step that was cheaper by more is planned again
+_OPTIMIZER_BYTES = 8  # a trainable parameter: AdamW's two float32 moments, before its first step
+
+
+@dataclass(slots=True)
+class SizePlan:
+    """The plan for batches of up to `tokens` tokens."""
+
+    tokens: int
+    plan: Plan
+    above: int  # predicted peak, less `start`
+    start: int  # bytes allocated when a step begins, the optimizer's state included; -1: to be planned again
+    gradients: int = 0  # bytes of all gradients, part of `above`
+    replans: int = 0
+    looks: int = 4  # steps still to be compared with the prediction
+
+    def at_rest(self, allocated: int) -> int:
+        """`allocated` less the gradients that accumulation has left, which `above` has room for already."""
+        return allocated - min(max(allocated - self.start, 0), self.gradients)
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the backbone's site remembers about memory: pure data."""
+
+    budget: int | float | None = None
+    sizes: dict[tuple[int, int], SizePlan] = field(default_factory=dict)
+    asked: tuple[Any, ...] = ()  # what they were made for: autocast's dtype, and the level asked of each layer
+    correction: int = 0  # measured less predicted bytes of a step
+    before: int | None = None  # bytes allocated when the first plan was made, gradients aside
+    pending: tuple[tuple[int, int], int, int] | None = None  # a step under way: its size, allocated, peak before it
+    seen: int | None = None  # the peak when its backward ended
+    measured: int | None = None  # the peak of the last step that set one
+    announced: bool = False
+
+
+def plan_for(
+    backbone: nn.Module,
+    memory: Memory,
+    layers: list[nn.Module],
+    sites: list[registry.Site],
+    shape: tuple[int, int],
+    *,
+    host_held: int,
+    graphs_held: int | None,
+) -> Plan | None:
+    """The plan for this batch size: known, corrected, or new; None where none can be made.
+
+    Args:
+        backbone: holds the layers.
+        memory: its budget and plans.
+        layers: the planned layers.
+        sites: theirs.
+        shape: `[batch, sequence]`.
+        host_held: bytes of host memory that the model's store has already.
+        graphs_held: bytes that CUDA graphs hold between steps; None without graphs.
+    """
+    device = device_of(layers)
+    if device is None:
+        return None
+    tokens = -(-shape[0] * shape[1] // _SIZE_STEP) * _SIZE_STEP
+    size = (tokens, min(-(-shape[1] // _SIZE_STEP) * _SIZE_STEP, tokens))
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    asked = (autocast_dtype(device), *(s.level for s in sites))
+    if asked != memory.asked:
+        memory.sizes.clear()
+        memory.asked, memory.pending = asked, None
+    if graphs_held is None:
+        learn(memory, device)
+    else:
+        allocated -= graphs_held  # part of what the plan counts as the step's own
+    known = memory.sizes.get(size)
+    if known is not None and not _outgrown(known, allocated):
+        plan = known.plan
+    else:
+        costs = costs_of(backbone, layers, tokens, size[1])
+        if costs is None:
+            return None
+        start, gradients = _start(backbone, memory, allocated)
+        plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+        # The plan of an extraordinary step (a second graph is alive) is not remembered.
+        if known is None or known.start < 0 or known.start >= start:
+            replans = 0 if known is None else known.replans
+            known = memory.sizes[size] = SizePlan(tokens, plan, plan.peak - start, start, gradients, replans)
+            _announce(memory, plan, tokens)
+    # What a replay uses while it runs is in the graphs' pool, and not in the allocator's statistics.
+    if device.type == "cuda" and known is not None and known.plan is plan and known.looks > 0 and graphs_held is None:
+        known.looks -= 1
+        memory.pending = (size, known.at_rest(allocated), torch.cuda.max_memory_allocated(device))
+        memory.seen = None
+        _watch(layers[0], memory, device)
+    return plan
+
+
+def _watch(layer: nn.Module, memory: Memory, device: torch.device) -> None:
+    """Read the peak when the first layer's backward ends: later, somebody may have reset the statistics."""
+    from fastft.patching import decoder_layer
+
+    reference = weakref.ref(layer)  # the observer hangs on the layer: it must not keep it alive
+
+    def look() -> None:
+        memory.seen = torch.cuda.max_memory_allocated(device)
+        watched = reference()
+        if watched is not None:
+            decoder_layer.observers.pop(watched, None)
+
+    decoder_layer.observers[layer] = look
+
+
+def device_of(layers: Sequence[nn.Module]) -> torch.device | None:
+    """Where the layers are; None where they are spread over devices, or the device's memory is not known."""
+    devices = {next(layer.parameters()).device for layer in layers}
+    device = devices.pop()
+    return None if devices or device.type not in ("cuda", "cpu") else device
+
+
+def _make(
+    memory: Memory, device: torch.device, sites: list[registry.Site], costs: StepCosts, base: int, host_budget: int
+) -> Plan:
+    fixed = {index: s.level for index, s in enumerate(sites) if s.level != AUTO}
+    last = len(sites) - 1
+    if fixed.get(last) == "offload":
+        fixed[last] = "recompute"
+    arguments: dict[str, Any] = {
+        "layers": len(sites),
+        "costs": costs.levels,
+        "base": max(0, base + memory.correction),
+        "forward_working": costs.forward_working,
+        "loss_working": costs.loss_working,
+        "budget": allowed_bytes(device, memory.budget),
+        "host_budget": host_budget if device.type == "cuda" else None,
+    }
+    allowed = LEVELS if device.type == "cuda" else LEVELS[:-1]
+    plan = make_plan(**arguments, fixed=fixed, allowed=allowed)
+    if plan.levels[last] == "offload":
+        plan = make_plan(**arguments, fixed=fixed | {last: "recompute"}, allowed=allowed)
+    return plan
+
+
+def _host_budget(held: int) -> int:
+    """Three quarters of the host's memory that is free or in the model's store, shared among the host's processes."""
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # torchrun's
+    return (device_memory(torch.device("cpu")).limit // processes + held) * 3 // 4
+
+
+def _outgrown(known: SizePlan, allocated: int) -> bool:
+    """Whether more is allocated than the plan has room for."""
+    if known.start < 0:
+        return True
+    rest = known.at_rest(allocated)
+    return rest > known.start and rest + known.above > known.plan.budget
+
+
+def learn(memory: Memory, device: torch.device) -> None:
+    """Compare the last step's measured peak with its plan, and drop the plan if it was off."""
+    if memory.pending is None or device.type != "cuda":
+        return
+    size, rest, peak_before = memory.pending
+    memory.pending = None
+    known, seen, memory.seen = memory.sizes.get(size), memory.seen, None
+    peak = max(seen or 0, torch.cuda.max_memory_allocated(device))  # the statistics may have been reset since
+    if known is None or peak <= peak_before:
+        return  # the step stayed below an earlier peak: how high it went is not known
+    if seen is None and peak - rest < known.above // 2:
+        return  # not a step's peak: the statistics were reset after it
+    memory.measured = peak
+    error = (peak - rest) - known.above
+    over = peak > known.plan.budget and known.plan.fits  # one that never fitted is the smallest there is
+    # While a graph is alive its backward is to come, and with it perhaps the peak.
+    most_left = max(rest, known.start) + known.gradients + known.above // _LEFT_OVER
+    ended = torch.cuda.memory_allocated(device) <= most_left
+    wasteful = ended and error < -_OFF_BY * known.plan.peak and known.plan.seconds > 0
+    if (over or wasteful) and known.replans < _MOST_REPLANS:
+        memory.correction += error
+        memory.sizes.clear()
+        memory.sizes[size] = replace(known, start=-1, replans=known.replans + 1)
+        memory.announced = False
+
+
+def _start(backbone: nn.Module, memory: Memory, allocated: int) -> tuple[int, int]:
+    """Bytes allocated when a step begins, and bytes of all gradients.
+
+    Gradients that exist are left out of the first; the optimizer's state counts, whether it is there already or comes
+    with the first step: it is there as far as more is allocated than when the first plan was made.
+    """
+    trainable = [p for p in model_of(backbone).parameters() if p.requires_grad]
+    rest = max(0, allocated - sum(p.grad.nbytes for p in trainable if p.grad is not None))
+    if memory.before is None:
+        memory.before = rest
+    optimizer = sum(p.numel() for p in trainable) * _OPTIMIZER_BYTES
+    to_come = max(0, optimizer - max(0, rest - memory.before))
+    return rest + to_come, sum(p.nbytes for p in trainable)
+
+
+def _announce(memory: Memory, plan: Plan, tokens: int) -> None:
+    """Print the plan once (again after a correction); only the first process of a group does."""
+    if memory.announced:
+        return
+    memory.announced = True
+    ranked = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranked and torch.distributed.get_rank() != 0:
+        return
+    note = ""
+    if memory.correction:
+        note = f" (planned again: the last step used {format_bytes(abs(memory.correction))} "
+        note += "more than predicted)" if memory.correction > 0 else "less than predicted)"
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"fastft memory plan for {tokens} tokens a step: {plan.summary()}{note}", markup=False)
+    if not plan.fits:
+        console.print(
+            "fastft: no plan fits; this is the one with the least memory. Use shorter rows, a smaller batch with more "
+            "gradient_accumulation_steps, or raise memory_budget."
+        )
+
+
+def summary(site: registry.Site) -> str | None:
+    """The plan of the largest size seen, and the measured peak: a note of the report."""
+    memory = site.memory
+    if memory is None or not memory.sizes:
+        return None
+    largest = memory.sizes[max(memory.sizes)]
+    measured = "" if memory.measured is None else f"; measured peak {format_bytes(memory.measured)}"
+    return f"memory plan for {largest.tokens} tokens a step: {largest.plan.summary()}{measured}"
