@@ -19,7 +19,7 @@ import torch
 
 from fastft.autograd.first_order import first_order
 from fastft.autograd.linear_cross_entropy import linear_cross_entropy
-from fastft.autograd.projection import lora_linear
+from fastft.autograd.lora_linear import lora_linear
 from fastft.kernels import nf4
 from fastft.kernels import rms_norm as rms_norm_kernels
 from fastft.kernels import rope as rope_kernels

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.projection import Products
+from fastft.autograd.products import Products
 from fastft.kernels.rms_norm import NormMode, rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 

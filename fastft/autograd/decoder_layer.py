@@ -33,15 +33,8 @@ from fastft.autograd import attention_half, mlp_half
 from fastft.autograd.attention_half import Attended, Attention, Heads, Norm, SavedIn
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.first_order import first_order
-from fastft.autograd.projection import (
-    LEAVES,
-    Products,
-    Projection,
-    flatten_leaves,
-    products,
-    restore_leaves,
-    to_leaf_dtypes,
-)
+from fastft.autograd.products import Products, products, to_leaf_dtypes
+from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 
 Level = Literal["keep", "lean", "recompute", "offload"]

@@ -41,7 +41,8 @@ from fastft.autograd.attention_half import Attended
 from fastft.autograd.autocast import suspended
 from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
-from fastft.autograd.projection import Projection, to_leaf_dtypes
+from fastft.autograd.products import to_leaf_dtypes
+from fastft.autograd.projection import Projection
 from fastft.kernels.nf4 import QuantizedWeight
 
 __all__ = ["ModelGraphs"]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.autograd.projection import Projection, apply_group
+from fastft.autograd.lora_linear import apply_group
+from fastft.autograd.projection import Projection
 from fastft.kernels.nf4 import dequantize, quantized_weight
 
 

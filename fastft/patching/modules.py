@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from fastft.autograd import mlp_half
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.lora_linear import apply_group
 from fastft.autograd.mlp_half import apply_mlp
-from fastft.autograd.projection import Projection, apply_group, products
+from fastft.autograd.products import products
+from fastft.autograd.projection import Projection
 from fastft.functional import rms_norm, rope
 from fastft.patching import registry
 from fastft.patching.attention import attention_callable

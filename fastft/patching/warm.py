@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fastft.autograd.attention_half import Heads, Norm
-from fastft.autograd.projection import Projection, products
+from fastft.autograd.products import products
+from fastft.autograd.projection import Projection
 from fastft.kernels.cross_entropy import cross_entropy
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope

@@ -12,7 +12,8 @@ from torch import Tensor
 from fastft.autograd import attention_half as pair
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.projection import Projection, flatten_leaves, products, restore_leaves
+from fastft.autograd.products import products
+from fastft.autograd.projection import Projection, flatten_leaves, restore_leaves
 from tests.autograd import pieces
 from tests.autograd.pieces import draw, draw_angles, draw_norm, draw_projection
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from fastft.autograd import mlp_half as pair
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.mlp_half import apply_mlp
-from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, products, restore_leaves
+from fastft.autograd.products import products
+from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
 from tests.autograd import pieces
 from tests.autograd.pieces import draw, draw_projection
 from tests.contract import Run, assert_contract

@@ -47,7 +47,7 @@ _JOIN = "tests/kernels/test_join.py::test_the_matrix_is_weights_scaled_b_and_a"
 _CE = "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient_are_as_good_as_stock"
 _CE_BACKWARD = "tests/kernels/test_cross_entropy.py::test_backward_from_recomputed_logits_is_as_good_as_stock"
 _FUNCTIONAL = "tests/test_functional.py::test_"
-_PROJECTION = "tests/autograd/test_projection.py::test_gradients_are_the_derivatives"
+_PROJECTION = "tests/autograd/test_lora_linear.py::test_gradients_are_the_derivatives"
 _MLP = "tests/autograd/test_mlp_half.py::test_gradients_are_the_derivatives"
 _ATTENTION = "tests/autograd/test_attention_half.py::test_attention_in_gradients_are_the_derivatives"
 _LAYER = "tests/autograd/test_decoder_layer.py::test_gradients_are_the_derivatives"
@@ -505,17 +505,17 @@ _KERNELS = [
 
 _AUTOGRAD = [
     *_faults(
-        "autograd/projection.py",
+        "autograd/products.py",
         _PROJECTION,
         [
             (
-                "tests/autograd/test_projection.py::test_outputs_are_the_formula[one]",
+                "tests/autograd/test_lora_linear.py::test_outputs_are_the_formula[one]",
                 "separate, forward: scale left out",
                 "part.addmm_(low_rank[:, column:end], lora_b.t(), alpha=projection.scale)",
                 "part.addmm_(low_rank[:, column:end], lora_b.t())",
             ),
             (
-                "tests/autograd/test_projection.py::test_outputs_are_the_formula[three of different widths and ranks]",
+                "tests/autograd/test_lora_linear.py::test_outputs_are_the_formula[three of different widths and ranks]",
                 "separate, forward: everyone reads the first adapter's columns",
                 "lora_b.t(), alpha=projection.scale)\n                column = end",
                 "lora_b.t(), alpha=projection.scale)\n                column = 0",
@@ -576,38 +576,44 @@ _AUTOGRAD = [
                 "return grad_x, grad_low_rank",
             ),
             (
-                "tests/autograd/test_projection.py::test_outputs_are_the_formula[4 bits, nested]",
+                "tests/autograd/test_lora_linear.py::test_outputs_are_the_formula[4 bits, nested]",
                 "joined, forward: the adapter dropped",
                 "y.addmm_(low_rank, matrix[: self._out, width:].t())",
                 "pass",
             ),
             (
-                "tests/autograd/test_projection.py::test_room_for_the_adapters_changes_no_value[(3, None, 2)-joined]",
+                "tests/autograd/test_products.py::test_room_for_the_adapters_changes_no_value[(3, None, 2)-joined]",
                 "joined: X Aᵀ computed and not left where the product reads it",
                 "matrix[self._out :, :width].t(), out=x[:, width:])",
                 "matrix[self._out :, :width].t())",
             ),
             (
-                "tests/autograd/test_projection.py::test_the_products_of_a_forward_serve_its_backward",
+                "tests/autograd/test_products.py::test_the_products_of_a_forward_serve_its_backward",
                 "joined: X Aᵀ made again from the wrong columns",
                 "low_rank = torch.mm(x, self._matrix[self._out :, : self._width].t())",
                 "low_rank = torch.mm(x, self._matrix[: self.columns, : self._width].t())",
             ),
             (
-                "tests/autograd/test_projection.py::test_leaf_gradients_of_tiles_add_up_in_float32",
+                "tests/autograd/test_products.py::test_leaf_gradients_of_tiles_add_up_in_float32",
                 "gradients of tiles summed in 16 bits",
                 "total[i] = grad.to(sum_dtype(grad.dtype))",
                 "total[i] = grad",
             ),
+        ],
+    ),
+    *_faults(
+        "autograd/lora_linear.py",
+        _PROJECTION,
+        [
             (
-                "tests/autograd/test_projection.py::"
+                "tests/autograd/test_lora_linear.py::"
                 "test_an_adapter_changed_between_forward_and_backward_raises[lora_a]",
                 "stale adapters: a change before the backward goes unseen",
                 "ctx.save_for_backward(rows, low_rank, *leaves)",
                 "ctx.save_for_backward(rows, low_rank, *(None if t is None else t.detach().clone() for t in leaves))",
             ),
             (
-                "tests/autograd/test_projection.py::test_an_unused_output_counts_as_zero",
+                "tests/autograd/test_lora_linear.py::test_an_unused_output_counts_as_zero",
                 "an unused output counts as one",
                 "part.zero_()",
                 "part.fill_(1.0)",

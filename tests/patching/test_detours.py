@@ -267,7 +267,7 @@ def test_a_4bit_projection_equals_autograd_through_the_dequantized_matrix(
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
-    from fastft.autograd.projection import lora_linear
+    from fastft.autograd.lora_linear import lora_linear
     from fastft.kernels.nf4 import quantized_weight
 
     layer = Linear4bit(64, 64, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type=quant_type)
