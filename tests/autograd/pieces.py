@@ -24,7 +24,7 @@ EPSILON = 1e-5
 SEEDS = (0, 1, 2)
 # A whole layer amplifies roundings (softmax, four norms): over three seeds of so small a layer two equally good
 # programs differ by a factor of two on some tensor.
-MANY_SEEDS = range(7 if interpreting() else 25)
+MANY_SEEDS = range(15 if interpreting() else 25)
 # In Triton's interpreter a program costs milliseconds, and 16-bit arithmetic is numpy's: one dtype, small shapes.
 DTYPES = [torch.float32] if interpreting() else [torch.bfloat16, torch.float16, torch.float32]
 # (activations, adapters, autocast)

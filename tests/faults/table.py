@@ -974,7 +974,7 @@ _MEMORY = [
                 "recompute = a * saved[0] + (b - a) * saved[1] + fixed_before[b - 1]",
             ),
             (
-                "the_predicted_peak_of_given_levels",
+                "a_plan_keeps_its_promises",
                 "the loss forgotten",
                 "return max(peak, held + loss_working)",
                 "return peak",
