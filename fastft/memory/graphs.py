@@ -159,12 +159,12 @@ class _LayerGraph:
             _, self._saved, self._mlp, self._attended = node.forward(
                 self._x, shared.cos, shared.sin, call, keeps, call.level == "keep", out=shared.y
             )
+            if self._attended is not None:
+                self._attended.retain = True  # what attention keeps stays where the forward's replays write it
+                self._attention_graph = self._attended.graph
 
         with torch.no_grad():
             self._forward = tape.record(run)
-        if self._attended is not None:
-            self._attended.retain = True  # what attention keeps stays where the forward's replays write it
-            self._attention_graph = self._attended.graph
 
     def capture_backward(self, tape: _Tape) -> None:
         """Record the backward, after the forwards of all layers."""
@@ -267,6 +267,7 @@ class ModelGraphs:
         self._shared: dict[tuple[Any, ...], _Shared] = {}
         self._tape: _Tape | None = None
         self._step: _Step = []  # of the forward under way
+        self._called: set[int] = set()  # the layers in it, by id
         self._last: _Step = []
         self._alike = 0  # steps that were like the last
         self._captured: _Step = []
@@ -293,7 +294,7 @@ class ModelGraphs:
         if self._step:
             self._alike = self._alike + 1 if self._step == self._last else 1
             self._last = self._step
-        self._step = []
+        self._step, self._called = [], set()
         wanted = self._alike >= _SAME_STEPS and self._last != self._captured and not self._failed
         if wanted and not any(graph.busy for graph in self._graphs.values()):
             self._drop()
@@ -312,6 +313,10 @@ class ModelGraphs:
         self.reason = self._refusal(call, x)
         if self.reason is not None:
             return None
+        if id(layer) in self._called:
+            self.reason = "called again without a training forward of the whole model"
+            return None
+        self._called.add(id(layer))
         key = _key_of(call, x, cos, sin)
         self._step.append((id(layer), key))
         if self._capturing:
@@ -331,7 +336,7 @@ class ModelGraphs:
         """Forget all graphs and give their memory back."""
         self._drop()
         self._shared.clear()
-        self._step, self._last, self._alike = [], [], 0
+        self._step, self._last, self._alike, self._called = [], [], 0, set()
         self.replays, self._failed, self.reason = 0, False, None
 
     def _drop(self) -> None:

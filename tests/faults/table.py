@@ -961,6 +961,7 @@ _PATCHING = [
 _PLANNER = "tests/memory/test_planner.py::test_"
 _OFFLOAD = "tests/memory/test_offload.py::test_"
 _LEVELS = "tests/patching/test_levels.py::test_"
+_GRAPHS = "tests/memory/test_graphs.py::test_"
 
 _MEMORY = [
     *_faults(
@@ -1025,6 +1026,54 @@ _MEMORY = [
                 "a_get_starts_the_parcel_before_it_and_no_other",
                 "nothing fetched ahead",
                 "previous._arrival = previous._copy_back()",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/graphs.py",
+        _GRAPHS,
+        [
+            (
+                "replays_give_the_eager_bits[keep]",
+                "x of the capture for every step",
+                "self._x.copy_(x)",
+                "pass",
+            ),
+            (
+                "gradients_are_the_trainers_own",
+                "gradients handed out where the next replay writes",
+                "zip(self._flat.clone().split(",
+                "zip(self._flat.split(",
+            ),
+            (
+                "layers_are_captured_in_the_order_of_a_step",
+                "backwards captured from the first layer on",
+                "for graph in reversed(list(self._graphs.values())):",
+                "for graph in list(self._graphs.values()):",
+            ),
+            (
+                "a_retained_graph_gives_the_same_gradients_twice",
+                "attention's graph given up by the first backward",
+                "self._attended.retain = True",
+                "self._attended.retain = False",
+            ),
+            (
+                "a_second_forward_before_the_backward_runs_eagerly[keep]",
+                "buffers taken twice",
+                "        if graph.busy:\n",
+                "        if False:\n",
+            ),
+            (
+                "one_layer_changed_captures_all_anew",
+                "a changed step is not captured again",
+                "self._last != self._captured and not self._failed",
+                "not self._captured and not self._failed",
+            ),
+            (
+                "gradients_in_evaluation_mode_are_eager_and_leave_no_trace",
+                "forwards outside of training counted as one endless step",
+                "self._called.add(id(layer))",
                 "pass",
             ),
         ],
