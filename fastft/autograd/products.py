@@ -117,7 +117,7 @@ class JoinedProducts:
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         width, matrix = self._width, self._matrix
         low_rank = None
-        operand, weight = x, matrix[: self._out]
+        weight = matrix[: self._out]
         if self.columns and x.shape[1] > width:
             low_rank = torch.mm(x[:, :width], matrix[self._out :, :width].t(), out=x[:, width:])
         elif self.columns:
@@ -125,10 +125,10 @@ class JoinedProducts:
             weight = weight[:, :width]
         bias = self._bias(x.dtype)
         if bias is None:
-            y = torch.mm(operand, weight.t(), out=out)
+            y = torch.mm(x, weight.t(), out=out)
         else:
-            y = torch.addmm(bias, operand, weight.t(), out=out)
-        if low_rank is not None and operand.shape[1] == width:
+            y = torch.addmm(bias, x, weight.t(), out=out)
+        if low_rank is not None and x.shape[1] == width:
             y.addmm_(low_rank, matrix[: self._out, width:].t())
         return y, low_rank
 
@@ -310,13 +310,8 @@ def add_leaf_grads(total: list[Tensor | None], part: Sequence[Tensor | None]) ->
             total[i] = grad.to(sum_dtype(grad.dtype))
 
 
-def to_leaf_dtypes(
-    grads: Sequence[Tensor | None], leaves: Sequence[Tensor | None], out: Sequence[Tensor] | None = None
-) -> list[Tensor | None]:
-    """The gradients in their leaves' dtypes and contiguous; those that are not, or all into `out`, by one kernel."""
-    if out is not None:
-        torch._foreach_copy_(out, list(grads))  # type: ignore[arg-type]
-        return list(out)
+def to_leaf_dtypes(grads: Sequence[Tensor | None], leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in their leaves' dtypes and contiguous; those that are not are copied by one kernel."""
     result = list(grads)
     places = [
         i

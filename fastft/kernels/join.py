@@ -26,7 +26,7 @@ import torch
 from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.nf4 import TILE_BYTES, QuantizedWeight, dequantize_torch
 
-__all__ = ["MOST_MEMBERS", "Adapter", "join", "join_torch", "padded_rank"]
+__all__ = ["MOST_MEMBERS", "Adapter", "join", "join_torch", "padded_rank", "round_rank"]
 
 MOST_MEMBERS = 3  # of a group, in one launch: query, key and value
 RANK_MULTIPLE = 8  # 16-bit elements in the 16 bytes that matrix units load
@@ -43,7 +43,11 @@ class Adapter(NamedTuple):
 
 def padded_rank(adapters: Sequence[Adapter | None]) -> int:
     """Columns that a group's adapters take in the joined matrix, 0 without adapters."""
-    rank = sum(adapter.lora_a.shape[0] for adapter in adapters if adapter is not None)
+    return round_rank(sum(adapter.lora_a.shape[0] for adapter in adapters if adapter is not None))
+
+
+def round_rank(rank: int) -> int:
+    """`rank` rounded up to what a row of the joined matrix takes."""
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 

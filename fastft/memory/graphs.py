@@ -41,7 +41,6 @@ from fastft.autograd.attention_half import Attended
 from fastft.autograd.autocast import suspended
 from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
-from fastft.autograd.products import to_leaf_dtypes
 from fastft.autograd.projection import Projection
 from fastft.kernels.nf4 import QuantizedWeight
 
@@ -191,7 +190,7 @@ class _LayerGraph:
         if self._flat is not None:
             wanted = [g for g, needed in zip(leaf_grads, self._needs, strict=True) if needed]
             pieces = [p.view(s) for p, s in zip(self._flat.split(self._sizes), self._shapes, strict=True)]
-            to_leaf_dtypes(wanted, pieces, out=pieces)
+            torch._foreach_copy_(pieces, wanted)  # type: ignore[arg-type]
         if grad_x is not None and grad_x.data_ptr() != shared.grad_x.data_ptr():
             shared.grad_x.copy_(grad_x)
 

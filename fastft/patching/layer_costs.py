@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastft.autograd.linear_cross_entropy import chunk_bytes
-from fastft.kernels.join import RANK_MULTIPLE
+from fastft.kernels.join import round_rank
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import LayerShape, StepCosts, step_costs
 from fastft.patching import registry
@@ -77,7 +77,7 @@ def _rank(*group: Any) -> int:
     """Columns of X Aᵀ that a group saves: joined products of 4-bit weights round them up."""
     rank = sum(p.rank for p in group)
     joined = all(isinstance(p.weight, QuantizedWeight) for p in group)
-    return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE if joined else rank
+    return round_rank(rank) if joined else rank
 
 
 def model_of(backbone: nn.Module) -> Any:

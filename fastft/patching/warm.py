@@ -114,13 +114,12 @@ def _layer_jobs(
 
     def rotations() -> None:
         side_by_side = rows(q.out_features + 2 * k.out_features)
-        query, key, value = heads.cut(side_by_side, 1, _ROWS)
+        query, key, _ = heads.cut(side_by_side, 1, _ROWS)
         angles = torch.zeros(1, _ROWS, head_dim, dtype=dtype, device=device)
         rope(query, key, angles, angles, out=(query, key))
         grad_query, grad_key, _ = heads.cut(products((q, k, v), dtype).grad_room(_ROWS), 1, _ROWS)
         contiguous = query.contiguous(), key.contiguous()
         rope(*contiguous, angles, angles, inverse=True, out=(grad_query, grad_key))
-        del value
 
     def activation() -> None:
         room = products([down], dtype).input_room(_ROWS)
