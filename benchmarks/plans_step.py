@@ -27,7 +27,7 @@ import torch
 
 import fastft
 from fastft import FastModel
-from fastft.patching import levels, registry
+from fastft.patching import levels, registry, size_plans
 
 WARMUP = 7
 model, _ = FastModel.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=True, dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ for plan in a.plans:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 2),
         "losses": [round(x, 4) for x in losses[:3]],
-        "planner": levels.summary(registry.site_of(backbone)),
+        "planner": size_plans.summary(registry.site_of(backbone)),
         "graphs": levels.graph_summary(backbone, registry.site_of(backbone)),
     }
     print(json.dumps(row), flush=True)

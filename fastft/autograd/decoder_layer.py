@@ -56,6 +56,7 @@ class LayerCall:
     attention: Attention
     autocast: AutocastState
     level: Level = "keep"
+    compact: bool = False  # the MLP in small tiles
     host: HostStore | None = None  # for level offload; without one it is recompute
     attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
     observer: Callable[[], None] | None = None  # called when a backward ends
@@ -199,7 +200,7 @@ def forward(
         attended = None  # Q, K, V and O are let go before the widest tensors come
     down = products([call.down], dtype)
     hidden, intermediate = x.shape[-1], call.gate_up[0].out_features
-    y, mlp = mlp_half.forward(normed_h, gate_up, down, hidden, intermediate, keep_mlp)
+    y, mlp = mlp_half.forward(normed_h, gate_up, down, hidden, intermediate, keep_mlp, call.compact)
     if out is not None:
         y = torch.add(h, y, out=out.view(h.shape))
     else:
@@ -261,6 +262,7 @@ def backward(
         call.gate_up[0].out_features,
         mlp,
         needs_projections[4 * LEAVES :],
+        compact=call.compact,
     )
     del mlp, normed_h, gate_up
     assert grad_normed is not None

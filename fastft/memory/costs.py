@@ -27,6 +27,9 @@ __all__ = ["LayerShape", "StepCosts", "step_costs"]
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
 _HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
+_TILE_OPERATIONS = 3e10  # a further tile of the MLP costs a layer 50 microseconds: launches, products' last waves
+    3e10  # a further tile of the MLP costs a layer's step 50 microseconds: launches, products' last waves
+)
 _HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
 
 
@@ -75,7 +78,14 @@ class StepCosts:
 
 
 def step_costs(
-    shape: LayerShape, *, tokens: int, longest: int, vocabulary: int, loss_chunk: int, head_trains: bool = False
+    shape: LayerShape,
+    *,
+    tokens: int,
+    longest: int,
+    vocabulary: int,
+    loss_chunk: int,
+    head_trains: bool = False,
+    compact: bool = False,
 ) -> StepCosts:
     """Costs of one layer at every level, and the working memory around the layers.
 
@@ -86,6 +96,7 @@ def step_costs(
         vocabulary: rows of the head.
         loss_chunk: bytes of the logits that exist at once.
         head_trains: whether the head's weight gets a gradient (float32 while it is summed).
+        compact: with the MLP in small tiles.
     """
     e, s = shape.compute_bytes, shape.stream_bytes
     hidden, query, both = shape.hidden, shape.query, 2 * shape.key_value
@@ -107,7 +118,7 @@ def step_costs(
     output_weight = dense * query * hidden
     gate_up_weight = 2 * dense * shape.intermediate * hidden
     down_weight = dense * shape.intermediate * hidden
-    rows = tile_rows(tokens, shape.intermediate, e)
+    rows = tile_rows(tokens, shape.intermediate, e, compact)
     tile = rows * e * (3 * shape.intermediate + shape.gate_up_rank + hidden + shape.down_rank)
 
     # The MLP's backward: dy, dX of the MLP and RMSNorm(h) beside the tile.
@@ -121,15 +132,17 @@ def step_costs(
     half_operations = 2 * tokens * hidden * (2 * query + both) + 2 * tokens * longest * query
     lean_operations = 4 * tokens * hidden * shape.intermediate
     recompute_operations = half_operations + lean_operations
+    more_tiles = -(-tokens // rows) - -(-tokens // tile_rows(tokens, shape.intermediate, e))
+    tiling = _TILE_OPERATIONS * more_tiles
     levels = {
-        "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, 0.0),
-        "lean": LevelCost(stream + attention + stream, kept_working, 0, float(lean_operations)),
-        "recompute": LevelCost(stream, recompute_working, 0, float(recompute_operations)),
+        "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, tiling),
+        "lean": LevelCost(stream + attention + stream, kept_working, 0, lean_operations + tiling),
+        "recompute": LevelCost(stream, recompute_working, 0, recompute_operations + tiling),
         "offload": LevelCost(
             0,
             recompute_working + 2 * stream,
             stream,
-            float(recompute_operations + _HOST_COPY_OPERATIONS * stream + _HOST_LAUNCH_OPERATIONS),
+            recompute_operations + tiling + _HOST_COPY_OPERATIONS * stream + _HOST_LAUNCH_OPERATIONS,
         ),
     }
     forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank)

@@ -67,6 +67,7 @@ class Plan:
         host: bytes in pinned host memory.
         seconds: time beyond keeping everything, in the unit of the costs.
         fits: whether device and host memory suffice; if not, this is the plan with the least peak.
+        compact: whether the costs it was made from are those of small tiles.
     """
 
     levels: tuple[str, ...]
@@ -75,13 +76,15 @@ class Plan:
     host: int
     seconds: float
     fits: bool
+    compact: bool = False
 
     def summary(self) -> str:
         """One line: how many layers at each level, the predicted peak, and host memory if any is used."""
         counts = ", ".join(f"{count} {level}" for level in _BY_DEPTH if (count := self.levels.count(level)))
         noun = "layer" if len(self.levels) == 1 else "layers"
         bound = "of" if self.peak <= self.budget else "exceeds the"
-        line = f"{len(self.levels)} {noun}: {counts}; predicted peak {format_bytes(self.peak)} {bound} "
+        tiles = " in small tiles" if self.compact else ""
+        line = f"{len(self.levels)} {noun}: {counts}{tiles}; predicted peak {format_bytes(self.peak)} {bound} "
         line += f"{format_bytes(self.budget)} allowed"
         if self.host:
             line += f", {format_bytes(self.host)} in host memory"

@@ -197,7 +197,7 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         return _stock_forward(self, site, call, hidden_states, args, kwargs)
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
-    call.observer = observers.get(self)
+    call.compact, call.observer = site.compact, observers.get(self)
     captured = graphs.get(self)
     if captured is not None and hidden_states.is_contiguous():
         y = captured.run(self, call, hidden_states, cos, sin)

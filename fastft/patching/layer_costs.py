@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from fastft.patching.families import FAMILIES
 __all__ = ["autocast_dtype", "costs_of", "model_of"]
 
 
-def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, longest: int) -> StepCosts | None:
-    """Costs of the backbone's layers as they are now, or None where a layer cannot be read."""
+def costs_of(
+    backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, longest: int
+) -> tuple[StepCosts, StepCosts] | None:
+    """Costs of the backbone's layers as they are now, with usual and with small tiles; None where none can be read."""
     from fastft.patching import decoder_layer  # which reads levels from levels.py, which reads costs from here
 
     shapes = []
@@ -37,7 +40,8 @@ def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, long
     widest = max(shapes, key=lambda s: (s.copied, s.qkv_rank + s.output_rank + s.gate_up_rank + s.down_rank))
     vocabulary = int(getattr(backbone.config, "vocab_size", 0))
     itemsize = widest.compute_bytes
-    return step_costs(
+    costs = partial(
+        step_costs,
         widest,
         tokens=tokens,
         longest=longest,
@@ -45,6 +49,7 @@ def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, long
         loss_chunk=chunk_bytes(tokens, vocabulary, itemsize, next(backbone.parameters()).device),
         head_trains=_head_trains(backbone),
     )
+    return costs(), costs(compact=True)
 
 
 def _shape(layer: Any, projections: Sequence[Any], dtype: torch.dtype) -> LayerShape:

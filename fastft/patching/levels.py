@@ -95,12 +95,15 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
+        compact = plan is not None and plan.compact
     else:
+        compact = False
         levels = [s.level for s in sites]  # type: ignore[union-attr]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.
         last = index == len(sites) - 1 and level == "offload"
         layer_site.assigned = "recompute" if last else level  # type: ignore[union-attr]
+        layer_site.compact = compact  # type: ignore[union-attr]
     from fastft.patching import decoder_layer
 
     before = None

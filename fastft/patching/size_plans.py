@@ -145,6 +145,21 @@ def device_of(layers: Sequence[nn.Module]) -> torch.device | None:
 
 
 def _make(
+    memory: Memory,
+    device: torch.device,
+    sites: list[registry.Site],
+    costs: Sequence[StepCosts],
+    base: int,
+    host_budget: int,
+) -> Plan:
+    """The best plan over the costs of usual and of small tiles."""
+    usual, compact = (_make_one(memory, device, sites, one, base, host_budget) for one in costs)
+    compact = replace(compact, compact=True)
+    ranks = [(not p.fits, p.seconds if p.fits else 0.0, p.peak) for p in (usual, compact)]
+    return compact if ranks[1] < ranks[0] else usual
+
+
+def _make_one(
     memory: Memory, device: torch.device, sites: list[registry.Site], costs: StepCosts, base: int, host_budget: int
 ) -> Plan:
     fixed = {index: s.level for index, s in enumerate(sites) if s.level != AUTO}

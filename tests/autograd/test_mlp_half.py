@@ -206,7 +206,7 @@ def test_tiles_add_up(keep: bool, rows: int, monkeypatch: pytest.MonkeyPatch) ->
     """A last tile of fewer rows included; in float64, so that only a wrong row can make a difference."""
     case = draw_pair_case(torch.float64)
     expected, _ = run_pair(case)
-    monkeypatch.setattr(pair, "tile_rows", lambda tokens, intermediate, itemsize: rows)
+    monkeypatch.setattr(pair, "tile_rows", lambda tokens, intermediate, itemsize, compact: rows)
     for ours, theirs in zip(run_pair(case, keep=keep)[0], expected, strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -215,6 +215,8 @@ def test_tiles_are_even_and_never_longer_than_the_tokens() -> None:
     assert pair.tile_rows(100, 14336, 2) == 100
     assert pair.tile_rows(8192, 14336, 2) == 4096
     assert pair.tile_rows(4682, 14336, 2) == 2432
+    assert pair.tile_rows(4096, 8192, 2) == 4096
+    assert pair.tile_rows(4096, 8192, 2, compact=True) == 2048
     rows = pair.tile_rows(78_475, 14336, 2)
     assert rows * 3 * 14336 * 2 <= pair.TILE_BYTES + 128 * 3 * 14336 * 2
     assert rows % 128 == 0

@@ -995,7 +995,7 @@ _MEMORY = [
             (
                 "tests/memory/test_costs.py::test_long_batches_hold_one_tile_of_the_mlp",
                 "the MLP's tensors counted for every token",
-                "rows = tile_rows(tokens, shape.intermediate, e)",
+                "rows = tile_rows(tokens, shape.intermediate, e, compact)",
                 "rows = tokens",
             ),
         ],

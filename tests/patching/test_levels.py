@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fastft
+from fastft.autograd import mlp_half
 from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.planner import make_plan
@@ -123,12 +124,13 @@ def peak_of(model: Any, wanted: list[str], batch: Batch) -> int:
         backbone(model), list(decoder_layers(model)), tokens, min(tokens, -(-length // 256) * 256)
     )
     assert found is not None
+    usual, _ = found
     return make_plan(
         layers=len(wanted),
-        costs=found.levels,
+        costs=usual.levels,
         base=BUSY + gradient_bytes(model) + optimizer_bytes(model),
-        forward_working=found.forward_working,
-        loss_working=found.loss_working,
+        forward_working=usual.forward_working,
+        loss_working=usual.loss_working,
         budget=1,
         fixed=dict(enumerate(wanted)),
     ).peak
@@ -298,6 +300,33 @@ def test_a_tight_budget_offloads_first_and_keeps_last(device: Device, batch: Bat
     assert_equal_steps(step(kept, batch), step(model, batch))
 
 
+def test_small_tiles_where_they_let_better_levels_fit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen by the plan alone; every layer's MLP then runs in them, at the same gradients."""
+    batch = support.random_batch(rows=2, length=250)
+    model, kept = build(intermediate_size=1024), build("keep", intermediate_size=1024)
+    monkeypatch.setattr(mlp_half, "COMPACT_ROWS", 256)
+    device.limit = tight(model, batch, ["recompute"] * 6) - 100 * 1024  # bytes; the tile of all 512 rows takes 6 MiB
+    seen: list[int] = []
+    tile_rows = mlp_half.tile_rows
+    monkeypatch.setattr(mlp_half, "tile_rows", lambda *shape: seen.append(tile_rows(*shape)) or seen[-1])
+    ours = step(model, batch)
+    plan = plan_of(model)
+    assert plan.fits
+    assert plan.compact
+    assert "in small tiles" in plan.summary()
+    assert seen == [256] * (2 * LAYERS)
+    assert all(site.compact for site in sites(model, "decoder layer"))
+    expected = step(kept, batch)
+    assert torch.equal(ours.loss, expected.loss)
+    for name, gradient in expected.gradients.items():  # summed tile by tile
+        assert torch.allclose(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+    device.limit = 10 * device.limit
+    fastft.patch(model, memory_budget=device.limit)  # planned again
+    step(model, batch)
+    assert not plan_of(model).compact
+    assert seen[-1] == 500
+
+
 @pytest.mark.parametrize("rows_are", ["padded", "packed"])
 @pytest.mark.parametrize("wanted", [MIXED, ["offload"] * 5 + ["recompute"], ["recompute"] * 6, ["lean"] * 6])
 def test_gradients_do_not_depend_on_the_budget(wanted: list[str], rows_are: str, device: Device) -> None:
@@ -442,7 +471,8 @@ def planned_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
 
     def recording(shape: Any, *, tokens: int, longest: int, **others: Any) -> Any:
-        seen.append((tokens, longest))
+        if not others.get("compact"):  # which every plan looks at as well
+            seen.append((tokens, longest))
         return memory_costs.step_costs(shape, tokens=tokens, longest=longest, **others)
 
     monkeypatch.setattr(layer_costs, "step_costs", recording)
@@ -608,8 +638,9 @@ def test_the_optimizer_s_state_is_reckoned_with_once(device: Device) -> None:
     for (tokens, longest), known in memory(model).sizes.items():
         found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), tokens, longest)
         assert found is not None
-        working = max(found.loss_working, found.forward_working, found.levels["keep"].working)
-        assert known.plan.peak == BUSY + state + gradients + 2 * found.levels["keep"].saved + working
+        usual, _ = found
+        working = max(usual.loss_working, usual.forward_working, usual.levels["keep"].working)
+        assert known.plan.peak == BUSY + state + gradients + 2 * usual.levels["keep"].saved + working
 
 
 def test_a_second_backward_through_a_mixed_plan(device: Device, batch: Batch) -> None:
