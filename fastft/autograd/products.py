@@ -18,7 +18,8 @@ rounded once, where stock rounds the base's output, the adapter's two, and their
 forward and once for the backward and never kept, unless the two are neighbours in time (a recomputation). Dense weights
 are used where they lie (`SeparateProducts`): each adapter reads X once for the whole group and then reads and writes
 Y_i once, inside the product that adds to it in fp32. Adapters kept in another dtype are cast to the compute dtype;
-their gradients are cast back. s·B is rounded once more where s is not a power of two (joined; for separate products the
+their gradients are cast back. `FoldedProducts`, on request, are joined ones that add s·B·A to the dense copy of W
+itself: faster, and less precise (kernels/fold.py). s·B is rounded once more where s is not a power of two (joined; for separate products the
 scale is the product's alpha).
 """
 
@@ -93,20 +94,21 @@ class Products(Protocol):
 def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
     """How the products of `group` are done: joined where every weight is 4-bit, else one projection after another."""
     if all(isinstance(projection.weight, QuantizedWeight) for projection in group):
-        return JoinedProducts(group, dtype)
+        folds = any(projection.fold and projection.rank for projection in group)
+        return FoldedProducts(group, dtype) if folds else JoinedProducts(group, dtype)
     return SeparateProducts(group, dtype)
 
 
 class JoinedProducts:
     """One matrix for the group, made by one launch (kernels/join.py): weights, s·B along a diagonal, A."""
 
-    def __init__(self, group: Sequence[Projection], dtype: torch.dtype) -> None:
+    def __init__(self, group: Sequence[Projection], dtype: torch.dtype, fold: bool = False) -> None:
         self._group = group
         adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
-        self.columns = padded_rank(adapters)
-        self._matrix = join([p.weight for p in group], adapters, dtype)  # type: ignore[misc]
-        self._width = self._matrix.shape[1] - self.columns
-        self._out = self._matrix.shape[0] - self.columns
+        self.columns = self._rank = padded_rank(adapters)
+        self._matrix = join([p.weight for p in group], adapters, dtype, fold)  # type: ignore[misc]
+        self._width = self._matrix.shape[1] - self._rank
+        self._out = self._matrix.shape[0] - self._rank
 
     def input_room(self, tokens: int) -> Tensor:
         return self._matrix.new_empty((tokens, self._width + self.columns))
@@ -166,12 +168,32 @@ class JoinedProducts:
         found: list[Tensor | None] = [None] * (LEAVES * len(self._group))
         if grad_low_rank is not None and any(needs_leaves[2::LEAVES]):
             _cut_grad_a(torch.mm(grad_low_rank.t(), x), self._group, needs_leaves, found)
-        if self.columns and any(needs_leaves[3::LEAVES]):
+        if self._rank and any(needs_leaves[3::LEAVES]):
             if low_rank is None:
                 low_rank = torch.mm(x, self._matrix[self._out :, : self._width].t())
             _cut_grad_b(torch.mm(outer.t(), low_rank), self._group, needs_leaves, found)
         _add_bias_grads(outer, self._group, needs_leaves, found)
         return found
+
+
+class FoldedProducts(JoinedProducts):
+    """The joined matrix with W + s·B·A in the place of W: products of the base's own shape, and X Aᵀ only for dB."""
+
+    def __init__(self, group: Sequence[Projection], dtype: torch.dtype) -> None:
+        super().__init__(group, dtype, fold=True)
+        self.columns = 0  # nothing rides along with X or dY
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self._matrix[: self._out, : self._width], self._bias(x.dtype)
+        y = torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return y, None
+
+    def input_grad(
+        self, grad: Tensor, needs_x: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        matrix = self._matrix[: self._out]
+        grad_low_rank = torch.mm(grad, matrix[:, self._width :])
+        return torch.mm(grad, matrix[:, : self._width], out=out) if needs_x else None, grad_low_rank
 
 
 class SeparateProducts:

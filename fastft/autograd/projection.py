@@ -26,6 +26,7 @@ class Projection:
         lora_a: `[rank, in]` or None (no adapter).
         lora_b: `[out, rank]` or None.
         scale: what PEFT calls `scaling` (alpha / r, or alpha / sqrt(r) with rsLoRA).
+        fold: let W + s·B·A be rounded once and used as one weight, where W is 4-bit (kernels/fold.py).
     """
 
     weight: Tensor | QuantizedWeight
@@ -33,6 +34,7 @@ class Projection:
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
     scale: float = 1.0
+    fold: bool = False
 
     @property
     def out_features(self) -> int:

@@ -14,6 +14,8 @@ rounding of Y between the two. Three projections are one product instead of six.
 Bytes: as dequantization (kernels/nf4.py: half a byte read and two written an element), plus the adapters, in one
 launch for the whole group. `rank` is padded to a multiple of 8 with zeros, so that every row begins on 16 bytes, which
 is what matrix units load. Rounding: W as bitsandbytes; s·B in float32, then once to the matrix's dtype; A once.
+
+With `fold` W + s·B·A stands where W stood (kernels/fold.py); sB and A are there as before, for dA and dB.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.fold import TILE_ROWS, fold_torch, folded_tile
 from fastft.kernels.nf4 import TILE_BYTES, QuantizedWeight, dequantize_torch
 
 __all__ = ["MOST_MEMBERS", "Adapter", "join", "join_torch", "padded_rank", "round_rank"]
@@ -51,13 +54,16 @@ def round_rank(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def join(weights: Sequence[QuantizedWeight], adapters: Sequence[Adapter | None], dtype: torch.dtype) -> torch.Tensor:
+def join(
+    weights: Sequence[QuantizedWeight], adapters: Sequence[Adapter | None], dtype: torch.dtype, fold: bool = False
+) -> torch.Tensor:
     """The matrix M of the module's formulas.
 
     Args:
         weights: one to three 4-bit weights with the same number of columns.
         adapters: one for each weight, or None.
         dtype: of the matrix.
+        fold: add s·B·A to W.
 
     Returns:
         [Σ out + r, in + r] in `dtype`, r being `padded_rank(adapters)`. The last r × r elements are not written.
@@ -66,14 +72,17 @@ def join(weights: Sequence[QuantizedWeight], adapters: Sequence[Adapter | None],
     out_features = sum(weight.shape[0] for weight in weights)
     matrix = torch.empty((out_features + rank, width + rank), dtype=dtype, device=weights[0].packed.device)
     if not (uses_triton(weights[0].code) and dtype in KERNEL_DTYPES and len(weights) <= MOST_MEMBERS and width):
-        return join_torch(weights, adapters, dtype, out=matrix)
+        return join_torch(weights, adapters, dtype, fold, out=matrix)
     blocksize = weights[0].blocksize
-    if any(weight.blocksize != blocksize for weight in weights):
-        return join_torch(weights, adapters, dtype, out=matrix)
+    if any(weight.blocksize != blocksize for weight in weights) or (fold and width % blocksize):
+        return join_torch(weights, adapters, dtype, fold, out=matrix)
     half_block = blocksize // 2
     blocks = max(1, TILE_BYTES // half_block)
     absent = MOST_MEMBERS - len(weights)
-    tiles = [triton.cdiv(weight.shape[0] * width, blocks * blocksize) for weight in weights] + [0] * absent
+    if fold:
+        tiles = [triton.cdiv(weight.shape[0], TILE_ROWS) * (width // blocksize) for weight in weights] + [0] * absent
+    else:
+        tiles = [triton.cdiv(weight.shape[0] * width, blocks * blocksize) for weight in weights] + [0] * absent
     rank_block = next_power_of_2(rank) if rank else 1
     b_rows = max(1, ADAPTER_TILE // rank_block)
     a_columns = min(256, next_power_of_2(width))
@@ -100,6 +109,8 @@ def join(weights: Sequence[QuantizedWeight], adapters: Sequence[Adapter | None],
             WHOLE=width % blocksize == 0,
             B_TILE=(b_rows, rank_block),
             A_TILE=(a_rows, a_columns),
+            FOLD_RANK=min(64, max(16, rank_block)) if fold else 0,
+            FOLD_ROWS=TILE_ROWS,
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -138,22 +149,48 @@ def _join_kernel(
     WHOLE: tl.constexpr,
     B_TILE: tl.constexpr,
     A_TILE: tl.constexpr,
+    FOLD_RANK: tl.constexpr,  # 0: W alone
+    FOLD_ROWS: tl.constexpr,
 ):
     """One program: a tile of one weight, or of sB, or of A."""
     program = tl.program_id(0)
     STRIDE: tl.constexpr = WIDTH + RANK
     if program < TILES[0]:
-        _dequantize_tile(matrix, first, program, STRIDE, WIDTH, ROWS[0], ABSMAX_BLOCKS[0], BLOCKS, HALF_BLOCK, WHOLE)
+        if FOLD_RANK > 0:
+            folded_tile(
+                matrix, first, lora_a[0], lora_b[0], scales[0], program,
+                STRIDE, WIDTH, ROWS[0], RANKS[0], FOLD_RANK, ABSMAX_BLOCKS[0], HALF_BLOCK, FOLD_ROWS,
+            )  # fmt: skip
+        else:
+            _dequantize_tile(
+                matrix, first, program, STRIDE, WIDTH, ROWS[0], ABSMAX_BLOCKS[0], BLOCKS, HALF_BLOCK, WHOLE
+            )
     elif program < TILES[0] + TILES[1]:
         if second[0] is not None:
             tile = program - TILES[0]
             target = matrix + STRIDE * ROWS[0]
-            _dequantize_tile(target, second, tile, STRIDE, WIDTH, ROWS[1], ABSMAX_BLOCKS[1], BLOCKS, HALF_BLOCK, WHOLE)
+            if FOLD_RANK > 0:
+                folded_tile(
+                    target, second, lora_a[1], lora_b[1], scales[1], tile,
+                    STRIDE, WIDTH, ROWS[1], RANKS[1], FOLD_RANK, ABSMAX_BLOCKS[1], HALF_BLOCK, FOLD_ROWS,
+                )  # fmt: skip
+            else:
+                _dequantize_tile(
+                    target, second, tile, STRIDE, WIDTH, ROWS[1], ABSMAX_BLOCKS[1], BLOCKS, HALF_BLOCK, WHOLE
+                )
     elif program < TILES[0] + TILES[1] + TILES[2]:
         if third[0] is not None:
             tile = program - TILES[0] - TILES[1]
             target = matrix + STRIDE * (ROWS[0] + ROWS[1])
-            _dequantize_tile(target, third, tile, STRIDE, WIDTH, ROWS[2], ABSMAX_BLOCKS[2], BLOCKS, HALF_BLOCK, WHOLE)
+            if FOLD_RANK > 0:
+                folded_tile(
+                    target, third, lora_a[2], lora_b[2], scales[2], tile,
+                    STRIDE, WIDTH, ROWS[2], RANKS[2], FOLD_RANK, ABSMAX_BLOCKS[2], HALF_BLOCK, FOLD_ROWS,
+                )  # fmt: skip
+            else:
+                _dequantize_tile(
+                    target, third, tile, STRIDE, WIDTH, ROWS[2], ABSMAX_BLOCKS[2], BLOCKS, HALF_BLOCK, WHOLE
+                )
     elif RANK > 0:
         tile = program - TILES[0] - TILES[1] - TILES[2]
         if tile < TILES[3]:
@@ -273,6 +310,7 @@ def join_torch(
     weights: Sequence[QuantizedWeight],
     adapters: Sequence[Adapter | None],
     dtype: torch.dtype,
+    fold: bool = False,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -282,6 +320,7 @@ def join_torch(
         weights: as in `join`, any number of them.
         adapters: as in `join`.
         dtype: as in `join`.
+        fold: as in `join`.
         out: the matrix to write into.
     """
     rank, width = padded_rank(adapters), weights[0].shape[1]
@@ -293,7 +332,10 @@ def join_torch(
     row, column = 0, 0
     for weight, adapter in zip(weights, adapters, strict=True):
         end = row + weight.shape[0]
-        dequantize_torch(weight, out=out[row:end, :width])
+        if fold and adapter is not None:
+            fold_torch(weight, *adapter, out=out[row:end, :width])
+        else:
+            dequantize_torch(weight, out=out[row:end, :width])
         if adapter is not None:
             stop = column + adapter.lora_a.shape[0]
             wide = torch.promote_types(torch.promote_types(adapter.lora_b.dtype, dtype), torch.float32)

@@ -100,8 +100,10 @@ class LayerReader:
                 return registry.skipped().get(what, f"{what} was replaced by another library")
         return None
 
-    def read(self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool, host: Any = None) -> LayerCall | str:
-        """The layer's call for input `x`, or why it must run stock; `host` serves level offload."""
+    def read(
+        self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool, host: Any = None, fold: bool = False
+    ) -> LayerCall | str:
+        """The layer's call for input `x`, or why it must run stock; `host` serves level offload, `fold` projections."""
         reason = self.structural_reason()
         if reason is not None:
             return reason
@@ -109,7 +111,7 @@ class LayerReader:
         if training and attention.attention_dropout > 0:
             return f"attention_dropout={attention.attention_dropout} in training"
         state = AutocastState.current(x.device.type)
-        projections = self.projections(state.compute_dtype(x.dtype), state.enabled)
+        projections = self.projections(state.compute_dtype(x.dtype), state.enabled, fold)
         if isinstance(projections, str):
             return projections
         q, k, v, o, gate, up, down = projections
@@ -134,13 +136,14 @@ class LayerReader:
             attention_key=attention_key(attention, kwargs.get("attention_mask"), arguments),
         )
 
-    def projections(self, dtype: torch.dtype, autocast: bool) -> list[Any] | str:
-        """The seven projections, or the first reason why one must run stock."""
+    def projections(self, dtype: torch.dtype, autocast: bool, fold: bool = False) -> list[Any] | str:
+        """The seven projections, or the first reason why one must run stock; `fold` as in `Projection`."""
         projections = []
         for reader in self._projections:
             projection = reader.read(dtype, autocast)
             if isinstance(projection, str):
                 return projection
+            projection.fold = fold
             projections.append(projection)
         return projections
 
@@ -189,7 +192,9 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         host = hosts.get(self)
         if level != "offload" and host is not None:
             host.settle()
-        call = reader_of(self, FAMILIES[site.model_type]).read(hidden_states, kwargs, level, self.training, host)
+        call = reader_of(self, FAMILIES[site.model_type]).read(
+            hidden_states, kwargs, level, self.training, host, site.fold_adapters
+        )
     else:
         call = reason
     if isinstance(call, str):

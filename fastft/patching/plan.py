@@ -26,6 +26,7 @@ from fastft.patching import (
     registry,
     trl,
 )
+from fastft.patching.approximations import set_approximations
 from fastft.patching.families import FAMILIES, Family
 
 _warned: set[str] = set()
@@ -45,6 +46,7 @@ def patch(
     memory_budget: str | int | float | None = None,
     memory_levels: str | Sequence[str] | Mapping[int, str] | None = None,
     cuda_graphs: bool | None = None,
+    approximations: Sequence[str] | None = None,
 ) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
@@ -64,6 +66,9 @@ def patch(
             said before (at first: "auto" once gradient checkpointing is switched on, else "keep").
         cuda_graphs: False never replays layers from CUDA graphs; True does so where it is safe and pays. None keeps
             what an earlier `patch` said (at first True).
+        approximations: names of what may be computed with a larger error than stock's, for speed: "fold_adapters"
+            (s·B·A is added to the dequantized weight before its rounding). docs/approximations.md has the measured
+            errors. None keeps what an earlier `patch` said (at first none); () switches all off.
 
     Returns:
         `model`.
@@ -71,7 +76,7 @@ def patch(
     Raises:
         TypeError: if `model` is not a transformers model.
         RuntimeError: with `strict`, naming the first part that would run stock and why.
-        ValueError: for a budget or a level that cannot be understood.
+        ValueError: for a budget, a level or an approximation that is not known.
     """
     inner = inner_model(model)
     if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
@@ -103,6 +108,8 @@ def patch(
         levels.ask_planner(checkpointing.planned_layers(inner))
     if cuda_graphs is not None:
         levels.set_graphs(body, body_site, cuda_graphs)
+    if approximations is not None:
+        set_approximations(inner, approximations)
     if memory_levels is not None:
         levels.set_choice(checkpointing.planned_layers(inner), memory_levels)
     checkpointing.take_over(inner, planning=True)

@@ -45,6 +45,7 @@ class Site:
         pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
         empty_batches: batches without a counted label (on the loss's site).
         cuda_graphs: whether layers may be replayed from CUDA graphs (on the backbone's site).
+        fold_adapters: whether s·B·A is added to dequantized weights (on a decoder layer's site).
         memory: budget and plans (on the backbone's site): patching/size_plans.py.
     """
 
@@ -64,6 +65,7 @@ class Site:
     pad_checks: int = 4
     empty_batches: int = 0
     cuda_graphs: bool = True
+    fold_adapters: bool = False
     memory: Any = None
 
     def ran_fast(self) -> None:

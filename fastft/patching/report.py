@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastft.patching import levels, registry, size_plans
+from fastft.patching import approximations, levels, registry, size_plans
 from fastft.patching.plan import inner_model, static_reason
 
 
@@ -143,6 +143,9 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
         for site, module in found
         if site.part == "model" and (note := levels.graph_summary(module, site)) is not None
     ]
+    chosen = approximations.summary([site for site, _ in found])
+    if chosen is not None:
+        notes.append(chosen)
     empty = sum(site.empty_batches for site, _ in found)
     if empty:
         notes.append(f"{empty} batches had no supervised token and added 0 to the loss")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from fastft.autograd.products import JoinedProducts, SeparateProducts, add_leaf_grads, products
+from fastft.autograd.products import FoldedProducts, JoinedProducts, SeparateProducts, add_leaf_grads, products
 from fastft.autograd.projection import LEAVES, Projection
 from tests.autograd.pieces import draw, draw_projection
 
@@ -75,3 +77,26 @@ def test_leaf_gradients_of_tiles_add_up_in_float32() -> None:
     assert total[1] is None
     torch.testing.assert_close(total[0], expected[0])
     torch.testing.assert_close(total[2], expected[1])
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("ranks", [(3, None, 2), (1, 2, 16)], ids=str)
+def test_folded_adapters_are_the_joined_ones(ranks: tuple[int | None, ...], room: bool) -> None:
+    """In float64 the order of the sums makes no difference: Y, dX, and the gradient of every leaf."""
+    joined = [
+        draw_projection(width, 16, rank=rank, quantized="nested", bias=True, trains="bias a b")
+        for width, rank in zip((6, 4, 5), ranks, strict=True)
+    ]
+    folded = [replace(projection, fold=True) for projection in joined]
+    assert isinstance(products(folded, torch.float64), FoldedProducts)
+    x, grad = draw(7, 16, dtype=torch.float64), draw(7, 15, dtype=torch.float64)
+    ours, theirs = run_products(folded, x, grad, room=room), run_products(joined, x, grad, room=room)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one is other is None or torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_without_adapters_there_is_nothing_to_fold() -> None:
+    bare = draw_projection(16, 32, dtype=torch.float32, quantized="nested", rank=None)
+    assert not isinstance(products([replace(bare, fold=True)], torch.float32), FoldedProducts)
+    dense = replace(draw_projection(16, 32, dtype=torch.float32), fold=True)
+    assert isinstance(products([dense], torch.float32), SeparateProducts)

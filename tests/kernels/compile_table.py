@@ -141,6 +141,7 @@ def join_launches(dtype: torch.dtype) -> list[Launch]:
         adapter_dtype: torch.dtype = torch.float32,
         blocksize: int = 64,
         nested: bool = True,
+        fold: bool = False,
     ) -> Callable[[], object]:
         def run() -> object:
             weights = [quantized(count, columns, blocksize, nested, dtype) for count in rows]
@@ -150,12 +151,14 @@ def join_launches(dtype: torch.dtype) -> list[Launch]:
                 else None
                 for count in rows
             ]
-            return join(weights, adapters, dtype)
+            return join(weights, adapters, dtype, fold)
 
         return run
 
     return [
         Launch("query, key, value of an 8B model", call((4096, 1024, 1024), 4096, 16)),
+        Launch("query, key, value, folded", call((4096, 1024, 1024), 4096, 16, fold=True)),
+        Launch("down, folded, rank 128, 16-bit adapters", call((4096,), 14336, 128, dtype, fold=True), wide=False),
         Launch("gate and up of an 8B model, 16-bit adapters", call((14336, 14336), 4096, 16, dtype)),
         Launch("down of an 8B model, rank 128, not nested", call((4096,), 14336, 128, nested=False)),
         Launch("no adapters", call((2048, 512, 512), 2048, 0)),

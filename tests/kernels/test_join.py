@@ -73,6 +73,36 @@ def test_the_matrix_is_weights_scaled_b_and_a(group: str, width: int, nested: bo
             assert torch.equal(ours, theirs)
 
 
+@widths
+@groups
+@dtypes
+def test_adapters_folded_into_the_weights(group: str, width: int, dtype: torch.dtype) -> None:
+    """W + s·B·A, of operands in the matrix's dtype, summed in float32 and rounded once; sB and A beside it as ever."""
+    weights, adapters = draw(group, width)
+    matrix, joined = join(weights, adapters, dtype, fold=True), join(weights, adapters, dtype)
+    rank, out = padded_rank(adapters), sum(w.shape[0] for w in weights)
+    below, right = matrix[out:, :width], matrix[:out, width:]
+    rtol = BF16_ULP if INTERPRETED and dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(right, joined[:out, width:], rtol=rtol, atol=0)
+    torch.testing.assert_close(below, joined[out:, :width], rtol=rtol, atol=0)
+    below, right = below.double(), right.double()
+    dense = torch.cat([dequantize_torch(w, torch.float64) for w in weights])
+    expected, summands = dense + right @ below, dense.abs() + right.abs() @ below.abs()
+    ulp = {torch.bfloat16: BF16_ULP, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
+    assert ((matrix[:out, :width].double() - expected).abs() <= ulp * expected.abs() + 2**-21 * summands).all()
+    assert rank == 0 or not torch.equal(matrix[:out, :width], joined[:out, :width])
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17, 70])
+def test_folding_any_rank(rank: int) -> None:
+    """Of one tile, and of several; rows that do not fill the last tile."""
+    weight = draw_quantized(70, 32, True)
+    adapter = Adapter(torch.randn(rank, 32), torch.randn(70, rank), 0.7)
+    matrix = join([weight], [adapter], torch.float32, fold=True)
+    expected = dequantize_torch(weight, torch.float64) + 0.7 * adapter.lora_b.double() @ adapter.lora_a.double()
+    torch.testing.assert_close(matrix[:70, :32].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("adapter_dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_adapters_of_another_dtype_are_cast_once(adapter_dtype: torch.dtype) -> None:
     weights, adapters = draw("query, key, value", 32, adapter_dtype=adapter_dtype)

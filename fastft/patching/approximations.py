@@ -1,0 +1,49 @@
+"""What a model may compute with a larger error than stock's, for speed: asked for by name, listed in the report.
+
+Nothing of this kind is ever a default. docs/approximations.md has the error of each, measured on a real loss curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fastft.patching import registry
+
+__all__ = ["APPROXIMATIONS", "set_approximations", "summary"]
+
+# name -> (the part whose site carries it, the site's field)
+APPROXIMATIONS: dict[str, tuple[registry.Part, str]] = {
+    "fold_adapters": ("decoder layer", "fold_adapters"),
+}
+
+
+def set_approximations(model: nn.Module, names: Sequence[str]) -> None:
+    """Switch these on and all others off.
+
+    Args:
+        model: the planned transformers model.
+        names: keys of `APPROXIMATIONS`.
+
+    Raises:
+        ValueError: for a name that is not known.
+    """
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    unknown = [name for name in wanted if name not in APPROXIMATIONS]
+    if unknown:
+        raise ValueError(
+            f"approximations names {unknown[0]!r}, which is not known; choose from {', '.join(APPROXIMATIONS)}, or () "
+            "for none."
+        )
+    sites = [site for module in model.modules() if (site := registry.site_of(module)) is not None]
+    for name, (part, attribute) in APPROXIMATIONS.items():
+        for site in sites:
+            if site.part == part:
+                setattr(site, attribute, name in wanted)
+
+
+def summary(sites: Sequence[registry.Site]) -> str | None:
+    """A note of the report: what is switched on, None where nothing is."""
+    names = [name for name, (_, attribute) in APPROXIMATIONS.items() if any(getattr(s, attribute) for s in sites)]
+    return f"approximations: {', '.join(names)} (docs/approximations.md has their errors)" if names else None
