@@ -18,9 +18,9 @@ rounded once, where stock rounds the base's output, the adapter's two, and their
 forward and once for the backward and never kept, unless the two are neighbours in time (a recomputation). Dense weights
 are used where they lie (`SeparateProducts`): each adapter reads X once for the whole group and then reads and writes
 Y_i once, inside the product that adds to it in fp32. Adapters kept in another dtype are cast to the compute dtype;
-their gradients are cast back. `FoldedProducts`, on request, are joined ones that add s·B·A to the dense copy of W
-itself: faster, and less precise (kernels/fold.py). s·B is rounded once more where s is not a power of two (joined; for separate products the
-scale is the product's alpha).
+their gradients are cast back. s·B is rounded once more where s is not a power of two (joined; for separate products the
+scale is the product's alpha). `FoldedProducts`, on request, are joined ones that add s·B·A to the dense copy of W
+itself: faster, and less precise (kernels/fold.py).
 """
 
 from __future__ import annotations
