@@ -1,7 +1,7 @@
 """fastft alone, under several memory plans in one process: milliseconds a step, peak memory; one JSON line each.
 
 usage: plans_step.py MODEL_DIR BS:PLAN [BS:PLAN ...] [--seq 2048] [--no-graphs] [--out FILE]
-PLAN: auto, keep, lean, recompute, offload, or a budget such as 8.45GiB. The loop is train_step.py's; every plan starts
+PLAN: auto, keep, lean, recompute, offload, or a budget such as 8.45GiB; "+fold" after it folds the adapters. The loop is train_step.py's; every plan starts
 with 7 steps that are not counted, in which plans are corrected and graphs captured. Peaks are of allocated memory; the
 working memory of CUDA graphs is in `reserved_gib` only.
 """
@@ -37,10 +37,12 @@ opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1
 backbone = model.get_base_model().model
 for plan in a.plans:
     bs, _, what = plan.partition(":")
+    what, _, fold = what.partition("+")
     chosen = {"memory_levels": "auto", "memory_budget": what} if what[0].isdigit() else {"memory_levels": what}
     if what == "auto":
         chosen["memory_budget"] = 1.0  # all there is: a budget named for an earlier plan would stay
-    fastft.patch(model, cuda_graphs=not a.no_graphs, **chosen)
+    folded = ("fold_adapters",) if fold else ()
+    fastft.patch(model, cuda_graphs=not a.no_graphs, approximations=folded, **chosen)
     torch.cuda.empty_cache()
     g = torch.Generator().manual_seed(1)
     times, losses = [], []
@@ -65,7 +67,7 @@ for plan in a.plans:
         "model": os.path.basename(a.model),
         "bs": int(bs),
         "seq": a.seq,
-        "plan": what,
+        "plan": f"{what}+fold" if fold else what,
         "step_s": round(statistics.median(steady), 4),
         "min_s": round(steady[0], 4),
         "first_s": round(times[0], 2),

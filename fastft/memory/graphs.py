@@ -281,10 +281,14 @@ class ModelGraphs:
         return 0 if self._capturing else len(self._graphs)
 
     @property
+    def kept_bytes(self) -> int:
+        """Device bytes of activations that stay allocated between steps, where eager layers would let go of them."""
+        return sum(graph.held_bytes for graph in self._graphs.values())
+
+    @property
     def held_bytes(self) -> int:
         """Device bytes that buffers and kept activations take between steps."""
-        buffers = sum(shared.nbytes for shared in self._shared.values())
-        return buffers + sum(graph.held_bytes for graph in self._graphs.values())
+        return self.kept_bytes + sum(shared.nbytes for shared in self._shared.values())
 
     def begin(self) -> None:
         """A training forward of the model begins."""

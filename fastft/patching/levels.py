@@ -91,7 +91,7 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
             sites,  # type: ignore[arg-type]
             shape,
             host_held=host_held,
-            graphs_held=_graphs[backbone].held_bytes if _replays(backbone) else None,
+            graphs_kept=_graphs[backbone].kept_bytes if _replays(backbone) else None,
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels

@@ -72,7 +72,7 @@ def plan_for(
     shape: tuple[int, int],
     *,
     host_held: int,
-    graphs_held: int | None,
+    graphs_kept: int | None,
 ) -> Plan | None:
     """The plan for this batch size: known, corrected, or new; None where none can be made.
 
@@ -83,7 +83,8 @@ def plan_for(
         sites: theirs.
         shape: `[batch, sequence]`.
         host_held: bytes of host memory that the model's store has already.
-        graphs_held: bytes that CUDA graphs hold between steps; None without graphs.
+        graphs_kept: bytes of activations that CUDA graphs keep between steps; None without graphs. Their buffers are
+            the model's own, as weights are.
     """
     device = device_of(layers)
     if device is None:
@@ -95,10 +96,10 @@ def plan_for(
     if asked != memory.asked:
         memory.sizes.clear()
         memory.asked, memory.pending = asked, None
-    if graphs_held is None:
+    if graphs_kept is None:
         learn(memory, device)
     else:
-        allocated -= graphs_held  # part of what the plan counts as the step's own
+        allocated -= graphs_kept  # part of what the plan counts as the step's own
     known = memory.sizes.get(size)
     if known is not None and not _outgrown(known, allocated):
         plan = known.plan
@@ -114,7 +115,7 @@ def plan_for(
             known = memory.sizes[size] = SizePlan(tokens, plan, plan.peak - start, start, gradients, replans)
             _announce(memory, plan, tokens)
     # What a replay uses while it runs is in the graphs' pool, and not in the allocator's statistics.
-    if device.type == "cuda" and known is not None and known.plan is plan and known.looks > 0 and graphs_held is None:
+    if device.type == "cuda" and known is not None and known.plan is plan and known.looks > 0 and graphs_kept is None:
         known.looks -= 1
         memory.pending = (size, known.at_rest(allocated), torch.cuda.max_memory_allocated(device))
         memory.seen = None

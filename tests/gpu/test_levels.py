@@ -34,12 +34,22 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 ROUNDING = 4 * torch.finfo(torch.bfloat16).eps  # of two runs whose products were rounded at other places
+RESHAPED = 2 * ROUNDING  # of two runs whose products had other shapes, or other weights by a rounding
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The model, loaded once: every test says anew at which levels it runs."""
-    return models.load_qlora(tmp_path_factory.mktemp("levels"), torch.bfloat16, **SHAPE)
+    """The model, loaded once: every test says anew at which levels it runs.
+
+    Its adapters are a tenth of the usual size: eight layers of this width with large random adapters turn a rounding
+    into another gradient (in bfloat16 35 to 80 per cent off float32's; so, 3).
+    """
+    model = models.load_qlora(tmp_path_factory.mktemp("levels"), torch.bfloat16, **SHAPE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.1)
+    return model
 
 
 @pytest.fixture
@@ -137,6 +147,39 @@ def test_levels_give_the_same_loss_and_gradients(model: Any) -> None:
         assert {name: error for name, error in errors.items() if not error <= ROUNDING} == {}, level
 
 
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_folded_adapters_differ_by_no_more_than_weights_roundings(level: str, model: Any) -> None:
+    """W + s·B·A is rounded where W alone was: errors of that size in every gradient, and not the joined bits."""
+    batch = draw_batch(rows=2)
+    fastft.patch(model, memory_levels=level)
+    joined = models.loss_and_gradients(model, batch)
+    fastft.patch(model, approximations=["fold_adapters"])
+    folded = models.loss_and_gradients(model, batch)
+    fastft.patch(model, approximations=())
+    models.assert_ran_fast(model)
+    errors = {name: relative_error(g, joined[name]) for name, g in folded.items()}
+    print(f"folded, {level}: largest error {max(errors.values()):.4f}, loss {errors['loss']:.2e}")
+    assert {name: error for name, error in errors.items() if not error <= 2 * RESHAPED} == {}
+    assert max(errors.values()) > 0
+
+
+def test_small_tiles_give_the_same_gradients(model: Any) -> None:
+    plan_for(model, int(1.02 * peak_at(model, "offload")))
+    trainer = Trainer(model)
+    batch = draw_batch()
+    measured = [trainer.step(batch) for _ in range(2)][1]
+    plan = last_plan(model)
+    assert plan.compact, plan.summary()
+    assert measured <= plan.budget, (plan.summary(), measured)
+    del trainer
+    small = models.loss_and_gradients(model, batch)
+    fastft.patch(model, memory_levels="recompute")
+    whole = models.loss_and_gradients(model, batch)
+    errors = {name: relative_error(g, whole[name]) for name, g in small.items()}
+    print(f"small tiles: largest error {max(errors.values()):.4f}")
+    assert {name: error for name, error in errors.items() if not error <= RESHAPED} == {}
+
+
 def test_offload_leaves_memory_flat(model: Any) -> None:
     """Twenty steps: device and host memory as after the second; one buffer for each layer but the last."""
     fastft.patch(model, memory_levels="offload")
@@ -182,7 +225,7 @@ def test_varying_lengths_and_packed_rows_stay_within_a_budget(model: Any) -> Non
     fastft.patch(model, memory_levels="keep")
     kept = models.loss_and_gradients(model, packed)
     errors = {name: relative_error(g, kept[name]) for name, g in planned.items()}
-    assert {name: error for name, error in errors.items() if not error <= ROUNDING} == {}
+    assert {name: error for name, error in errors.items() if not error <= RESHAPED} == {}
     models.assert_ran_fast(model)
 
 
