@@ -1,9 +1,9 @@
 """fastft alone, under several memory plans in one process: milliseconds a step, peak memory; one JSON line each.
 
 usage: plans_step.py MODEL_DIR BS:PLAN [BS:PLAN ...] [--seq 2048] [--no-graphs] [--out FILE]
-PLAN: auto, keep, lean, recompute, offload, or a budget such as 8.45GiB; "+fold" after it folds the adapters. The loop is train_step.py's; every plan starts
-with 7 steps that are not counted, in which plans are corrected and graphs captured. Peaks are of allocated memory; the
-working memory of CUDA graphs is in `reserved_gib` only.
+PLAN: auto, keep, lean, recompute, offload, or a budget such as 8.45GiB; "+fold" after it folds the adapters. The loop
+is train_step.py's; every plan starts with 7 steps that are not counted, in which plans are corrected and graphs
+captured. Peaks are of allocated memory; the working memory of CUDA graphs is in `reserved_gib` only.
 """
 
 import argparse
