@@ -1,6 +1,6 @@
 """The longest row that trains under a cap on the GPU's memory, by bisection; every probe is a whole training step.
 
-usage: longest_context.py MODEL_DIR --cap 24GiB [--rank 32] [--low 150000 --high 200000] [--resolution 0.02] [--out FILE]
+usage: longest_context.py MODEL_DIR --cap 24GiB [--rank 32] [--low 150000] [--high 200000] [--resolution 0.02] [--out F]
 
 The allocator is capped by `torch.cuda.set_per_process_memory_fraction`, so that what does not fit fails as it would on
 a smaller card; its segments can grow, so that fragments are not what decides. One row of random tokens, LoRA on the
