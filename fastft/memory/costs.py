@@ -73,6 +73,7 @@ class StepCosts:
     levels: dict[str, LevelCost]
     forward_working: int
     loss_working: int
+    forward_operations: float = 0.0  # of a layer's products
 
 
 def step_costs(
@@ -150,4 +151,5 @@ def step_costs(
     )
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
-    return StepCosts(levels, forward_working, loss_working)
+    forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
+    return StepCosts(levels, forward_working, loss_working, forward_operations)

@@ -44,8 +44,9 @@ from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import Projection
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["ModelGraphs"]
+__all__ = ["SHARED_STREAMS", "ModelGraphs", "pays"]
 
+SHARED_STREAMS = 3  # buffers as large as the residual stream that a model's graphs share: y, dy, dx
 _SAME_STEPS = 3  # alike before a capture: the first ones also compile kernels
 _PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
 _RATE_PER_MULTIPROCESSOR = 4.5e12  # operations a second in 16-bit matrix products (H200: 600e12 on 132)
@@ -360,7 +361,7 @@ class ModelGraphs:
             return "level offload"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
-        if not pays(call, x):
+        if not pays(2.0 * x.shape[0] * x.shape[1] * _weights_of(call), x.device):
             return "the device is busy long enough for the host to keep up"
         return None
 
@@ -398,12 +399,19 @@ class ModelGraphs:
         return shared
 
 
-def pays(call: LayerCall, x: Tensor) -> bool:
-    """Whether the host, not the device, would be what a step waits for."""
-    weights = sum(p.weight.shape[0] * p.weight.shape[1] for p in call.projections)
-    operations = 2 * x.shape[0] * x.shape[1] * weights
-    rate = _RATE_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(x.device).multi_processor_count
+def pays(operations: float, device: torch.device) -> bool:
+    """Whether the host, not the device, would be what a step waits for.
+
+    Args:
+        operations: floating-point operations of a layer's forward products.
+        device: a CUDA device.
+    """
+    rate = _RATE_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
     return operations / rate < _PAYS_BELOW
+
+
+def _weights_of(call: LayerCall) -> int:
+    return sum(p.weight.shape[0] * p.weight.shape[1] for p in call.projections)
 
 
 def _key_of(call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:

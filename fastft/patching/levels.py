@@ -91,6 +91,7 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
             sites,  # type: ignore[arg-type]
             shape,
             host_held=host_held,
+            graphs=site.cuda_graphs,
             graphs_kept=_graphs[backbone].kept_bytes if _replays(backbone) else None,
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]

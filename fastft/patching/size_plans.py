@@ -18,6 +18,7 @@ from torch import nn
 
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.costs import StepCosts
+from fastft.memory.graphs import SHARED_STREAMS, pays
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry
 from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of
@@ -72,6 +73,7 @@ def plan_for(
     shape: tuple[int, int],
     *,
     host_held: int,
+    graphs: bool,
     graphs_kept: int | None,
 ) -> Plan | None:
     """The plan for this batch size: known, corrected, or new; None where none can be made.
@@ -83,6 +85,7 @@ def plan_for(
         sites: theirs.
         shape: `[batch, sequence]`.
         host_held: bytes of host memory that the model's store has already.
+        graphs: whether layers may be replayed from CUDA graphs.
         graphs_kept: bytes of activations that CUDA graphs keep between steps; None without graphs. Their buffers are
             the model's own, as weights are.
     """
@@ -108,6 +111,8 @@ def plan_for(
         if costs is None:
             return None
         start, gradients = _start(backbone, memory, allocated)
+        if graphs and graphs_kept is None and device.type == "cuda" and pays(costs[0].forward_operations, device):
+            start += _graph_buffers(backbone, layers[0], tokens)
         plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
         # The plan of an extraordinary step (a second graph is alive) is not remembered.
         if known is None or known.start < 0 or known.start >= start:
@@ -236,6 +241,12 @@ def _start(backbone: nn.Module, memory: Memory, allocated: int) -> tuple[int, in
     optimizer = sum(p.numel() for p in trainable) * _OPTIMIZER_BYTES
     to_come = max(0, optimizer - max(0, rest - memory.before))
     return rest + to_come, sum(p.nbytes for p in trainable)
+
+
+def _graph_buffers(backbone: nn.Module, layer: nn.Module, tokens: int) -> int:
+    """Bytes of the buffers that graphs will share: streams, and one layer's adapter gradients (memory/graphs.py)."""
+    stream = tokens * int(backbone.config.hidden_size) * next(backbone.parameters()).element_size()  # type: ignore[union-attr,arg-type]
+    return SHARED_STREAMS * stream + sum(p.nbytes for p in layer.parameters() if p.requires_grad)
 
 
 def _announce(memory: Memory, plan: Plan, tokens: int) -> None:

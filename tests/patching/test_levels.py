@@ -52,6 +52,7 @@ class Device:
     limit: int = 10**12
     allocated: int = BUSY
     peak: int = 0
+    graphs_pay: bool = False
 
     def reach(self, peak: int) -> None:
         """So much was allocated once."""
@@ -73,6 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(
         size_plans, "allowed_bytes", lambda _, budget: device.limit if budget is None else min(budget, device.limit)
     )
+    monkeypatch.setattr(size_plans, "pays", lambda *_: device.graphs_pay)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: device.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: device.peak)
     return device
@@ -641,6 +643,21 @@ def test_the_optimizer_s_state_is_reckoned_with_once(device: Device) -> None:
         usual, _ = found
         working = max(usual.loss_working, usual.forward_working, usual.levels["keep"].working)
         assert known.plan.peak == BUSY + state + gradients + 2 * usual.levels["keep"].saved + working
+
+
+def test_buffers_that_graphs_will_take_are_in_the_plan(device: Device, batch: Batch) -> None:
+    """y, dy, dx and a layer's adapter gradients; not where the user does without graphs, nor where they do not pay."""
+    model = build()
+    device.graphs_pay = True
+    step(model, batch)
+    (known,) = memory(model).sizes.values()
+    layer = sum(p.nbytes for p in decoder_layers(model)[0].parameters() if p.requires_grad)
+    buffers = 3 * known.tokens * 64 * 4 + layer
+    assert known.start == BUSY + optimizer_bytes(model) + buffers
+    fastft.patch(model, cuda_graphs=False, memory_budget=device.limit)
+    step(model, batch)
+    (known,) = memory(model).sizes.values()
+    assert known.start == BUSY + optimizer_bytes(model)
 
 
 def test_a_second_backward_through_a_mixed_plan(device: Device, batch: Batch) -> None:
