@@ -325,6 +325,31 @@ _KERNELS = [
         ],
     ),
     *_faults(
+        "kernels/fold.py",
+        "tests/kernels/test_join.py::test_adapters_folded_into_the_weights",
+        [
+            (
+                "[float32-query, key, value-32]",
+                "scale left out of s·B·A",
+                "other=0.0).to(tl.float32) * scale",
+                "other=0.0).to(tl.float32)",
+            ),
+            (
+                "[float32-query, key, value-32]",
+                "every tile takes the first columns of A",
+                "* WIDTH + column[None, :], mask=(rank < RANK)",
+                "* WIDTH + (column - first_column)[None, :], mask=(rank < RANK)",
+            ),
+            (
+                "tests/kernels/test_join.py::test_folding_any_rank[70]",
+                "only the first ranks are added",
+                "for start in range(0, RANK, RANK_BLOCK):",
+                "for start in range(0, RANK_BLOCK, RANK_BLOCK):",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
         "kernels/join.py",
         _JOIN,
         [
@@ -586,6 +611,18 @@ _AUTOGRAD = [
                 "joined: X Aᵀ computed and not left where the product reads it",
                 "matrix[self._out :, :width].t(), out=x[:, width:])",
                 "matrix[self._out :, :width].t())",
+            ),
+            (
+                "tests/autograd/test_products.py::test_folded_adapters_are_the_joined_ones[(3, None, 2)-False]",
+                "folded: dY·B by the wrong columns",
+                "torch.mm(grad, matrix[:, self._width :])",
+                "torch.mm(grad, matrix[:, : matrix.shape[1] - self._width])",
+            ),
+            (
+                "tests/autograd/test_products.py::test_folded_adapters_are_the_joined_ones[(3, None, 2)-True]",
+                "folded: no dB",
+                "if self._rank and any(needs_leaves[3::LEAVES]):",
+                "if self.columns and any(needs_leaves[3::LEAVES]):",
             ),
             (
                 "tests/autograd/test_products.py::test_the_products_of_a_forward_serve_its_backward",
@@ -897,6 +934,18 @@ _AUTOGRAD = [
 
 _PATCHING = [
     *_faults(
+        "patching/approximations.py",
+        "tests/patching/test_approximations.py::test_",
+        [
+            (
+                "folded_adapters_run_are_listed_and_are_switched_off",
+                "an approximation is never switched off",
+                "setattr(site, attribute, name in wanted)",
+                "setattr(site, attribute, True)",
+            ),
+        ],
+    ),
+    *_faults(
         "patching/peft.py",
         _FALLBACKS,
         [
@@ -1095,10 +1144,34 @@ _MEMORY = [
                 "return False",
             ),
             (
+                "buffers_that_graphs_will_take_are_in_the_plan",
+                "the graphs' buffers left out",
+                "start += _graph_buffers(backbone, layers[0], tokens)",
+                "pass",
+            ),
+            (
+                "small_tiles_where_they_let_better_levels_fit",
+                "small tiles never chosen",
+                "return compact if ranks[1] < ranks[0] else usual",
+                "return usual",
+            ),
+            (
                 "statistics_that_are_reset_after_a_step_lose_nothing",
                 "a peak read too late",
                 "memory.seen = torch.cuda.max_memory_allocated(device)",
                 "memory.seen = None",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/decoder_layer.py",
+        _LEVELS,
+        [
+            (
+                "small_tiles_where_they_let_better_levels_fit",
+                "small tiles planned and not run",
+                "call.compact, call.observer = site.compact,",
+                "call.compact, call.observer = False,",
             ),
         ],
     ),
