@@ -23,9 +23,6 @@ from typing import Any
 USER, ANSWER = ("qprobeuserone", "qprobeusertwo"), ("qprobeanswerone", "qprobeanswertwo")
 REASONING, TOOL_NAME, ARGUMENT, RESULT = "qprobereasoning", "qprobetool", "qprobeargument", "qproberesult"
 
-# How templates are told to open a thinking block in the prompt, or to close an empty one there.
-THINKING_SWITCHES = tuple({name: value} for name in ("enable_thinking", "thinking") for value in (True, False))
-
 # What a marker is cut at: special tokens in their usual spellings, words, and single characters.
 _ATOM = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|\s|.", re.DOTALL)
 
@@ -108,11 +105,9 @@ def _renderer(tokenizer: Any) -> Render:
     """Renders messages to text; None where the template refuses them."""
     from jinja2 import TemplateError
 
-    def render(messages: list[dict[str, Any]], *, prompt: bool = False, **switches: Any) -> str | None:
+    def render(messages: list[dict[str, Any]], *, prompt: bool = False) -> str | None:
         try:
-            text: str = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, **switches
-            )
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         except (TemplateError, TypeError, ValueError, KeyError):
             return None
         return text
@@ -131,9 +126,8 @@ def _from_conversation(render: Render, special: set[str]) -> Markers:
         )
     befores = [_between(whole, USER[turn], ANSWER[turn]) for turn in (0, 1)]
     befores += _before_reasoning(render)
-    headers = [prompt, *(render(turns[:1], prompt=True, **switch) for switch in THINKING_SWITCHES)]
     bare = _after(first, USER[0])
-    response = _response_marker(bare, [_after(text, USER[0]) for text in headers if text is not None], befores)
+    response = _response_marker(bare, _after(prompt, USER[0]), befores)
     if not response:
         raise ValueError(
             "the chat template puts nothing between a question and its answer that could tell them apart "
@@ -166,8 +160,8 @@ def _turn_ends(middle: str, tail: str, bare: str, instruction: str, special: set
         instruction: what a user turn begins with.
         special: the tokenizer's special and added tokens.
     """
-    if end := _common_prefix(middle, tail).lstrip():
-        closing = tail.lstrip()  # the end of the last turn may be followed by the end of the text: Phi-3
+    if end := _common_prefix(middle, tail).lstrip().rstrip(" "):  # a space may belong to the word behind it
+        closing = tail.lstrip().rstrip(" ")  # the end of the last turn may be followed by the end of the text: Phi-3
         return (closing, end) if _ATOM.findall(closing.removeprefix(end))[:1] and _has(closing, special) else (end,)
     if bare.strip() and middle.startswith(bare.rstrip()):  # all turns end alike, but for the last: gpt-oss
         last = [atom for atom in _ATOM.findall(tail) if atom in special][:1]
@@ -203,28 +197,25 @@ def _with_tool_turns(markers: Markers, render: Render, special: set[str]) -> Mar
     response, end, stop = markers.response, markers.end, markers.stop
     before = _between(whole, RESULT, ANSWER[1])
     if not any(marker in before for marker in response):
-        behind_result = _response_marker(_after(result, RESULT), [_after(prompt, RESULT)], [before])
+        behind_result = _response_marker(_after(result, RESULT), _after(prompt, RESULT), [before])
         response = (*response, behind_result) if behind_result else response
     tail, between = _after(called, ARGUMENT), _between(whole, ARGUMENT, RESULT)
     if not any(marker.strip() in between for marker in end):
         # A call ends in its own way ("<|eom_id|>"); without any end of turn, with the token of the tool's turn (GLM).
         closing = [atom for atom in _ATOM.findall(tail) if atom in special][-1:]
         opening = [atom for atom in _ATOM.findall(between[len(_common_prefix(between, tail)) :]) if atom in special][:1]
-        end = (*end, *(closing if markers.instruction else opening))
+        end = (*end, *(closing if markers.instruction or _after(whole, ANSWER[1]).strip() else opening))
     return Markers(response, end, stop, markers.instruction)
 
 
-def _response_marker(bare: str, prompts: Sequence[str], befores: Sequence[str]) -> str:
+def _response_marker(bare: str, prompted: str, befores: Sequence[str]) -> str:
     """The marker an answer begins behind.
 
     Args:
         bare: what follows the question where no answer is asked for.
-        prompts: the same where one is: generation prompts included, with thinking and without.
+        prompted: the same where one is: the generation prompt included.
         befores: what stands between question and answer in whole conversations.
     """
-    prompted = prompts[0]
-    for prompt in prompts[1:]:  # one that differs from the start says it in the question: GLM's "/nothink"
-        prompted = _common_prefix(prompted, prompt) or prompted
     header = prompted[len(_common_prefix(bare, prompted)) :]
     for begin in (header, prompted):  # without a generation prompt, all behind the question ("[/INST]")
         atoms = _ATOM.findall(begin.lstrip())

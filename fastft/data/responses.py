@@ -88,8 +88,8 @@ def train_on_responses_only(
         _require_honest_collator(trainer.data_collator, labelled)
         return labelled
 
-    train = None if trainer.train_dataset is None else each(trainer.train_dataset, relabel, "train")
-    evaluation = None if trainer.eval_dataset is None else each(trainer.eval_dataset, relabel, "eval")
+    train = None if trainer.train_dataset is None else each(trainer.train_dataset, relabel, "train dataset")
+    evaluation = None if trainer.eval_dataset is None else each(trainer.eval_dataset, relabel, "eval dataset")
     if train is not None:
         trainer.train_dataset = train
     if evaluation is not None:
@@ -205,17 +205,13 @@ def _labelled(dataset: Any, labeller: Labeller, name: str, num_proc: int | None)
         hint = "fastft.data.standardize_chat(dataset) makes messages of the usual chat formats"
         if {"prompt", "completion"} <= set(columns):
             hint = "SFTTrainer trains on completions only by itself when a dataset has prompt and completion"
-        raise ValueError(
-            f"the {name} dataset has none of the columns input_ids, messages and text; it has {columns}. {hint}."
-        )
+        raise ValueError(f"the {name} has none of the columns input_ids, messages and text; it has {columns}. {hint}.")
     masks = [column for column in ("assistant_masks", "completion_mask") if column in columns]
     if isinstance(dataset, IterableDataset):
         labelled = dataset.map(labeller, remove_columns=masks)
         _require_answers(islice(labelled, STREAMED_ROWS), labeller, name)
         return labelled
-    labelled = dataset.map(
-        labeller, num_proc=num_proc, remove_columns=masks, desc=f"Labelling answers in {name} dataset"
-    )
+    labelled = dataset.map(labeller, num_proc=num_proc, remove_columns=masks, desc=f"Labelling answers in {name}")
     _require_answers(labelled.select_columns(["input_ids", "labels"]), labeller, name)
     return labelled
 
@@ -239,13 +235,13 @@ def _require_answers(rows: Any, labeller: Labeller, name: str) -> None:
         shown = labeller.speller(sample[:SHOWN_TOKENS])[0]
         more = "" if len(sample) <= SHOWN_TOKENS else f" … ({len(sample)} tokens in all)"
         raise ValueError(
-            f"{empty} of {total} rows of the {name} dataset have no answer to train on. Answers were looked for behind "
+            f"{empty} of {total} rows of the {name} have no answer to train on. Answers were looked for behind "
             f"{_quoted(labeller.markers.response)}, up to {_quoted(labeller.markers.end + labeller.markers.stop)}. "
             f"One such row:\n{shown}{more}\nUsual causes: {causes}. Give instruction_part and response_part as they "
             "read in that row, or raise max_length."
         )
     warnings.warn(
-        f"fastft: {empty} of {total} rows of the {name} dataset have no answer and add nothing to the loss "
+        f"fastft: {empty} of {total} rows of the {name} have no answer and add nothing to the loss "
         f"(usual causes: {causes})",
         stacklevel=5,
     )
