@@ -1175,9 +1175,9 @@ _DATA = [
             ),
             (
                 "trls_training_templates_train_what_trl_trains[gptoss]",
-                "the last turn ends like the others",
-                "return (bare.strip(), *last)",
-                "return (bare.strip(),)",
+                "the call of a tool ends like an answer",
+                "end = (*end, *(closing if markers.instruction or _after(whole, ANSWER[1]).strip() else opening))",
+                "pass",
             ),
             (
                 "an_answers_reasoning_is_part_of_it",
