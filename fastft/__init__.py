@@ -14,6 +14,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fastft import functional as functional
+    from fastft.data import (
+        check_dataset,
+        get_chat_template,
+        standardize_chat,
+        text_files,
+        train_on_responses_only,
+    )
     from fastft.model import FastLanguageModel, FastModel
     from fastft.patching.plan import patch, patched, release_memory, unpatch
     from fastft.patching.registry import stock_only
@@ -23,11 +30,16 @@ if TYPE_CHECKING:
 _LAZY = {
     "FastModel": "fastft.model",
     "FastLanguageModel": "fastft.model",
+    "check_dataset": "fastft.data",
+    "get_chat_template": "fastft.data",
     "patch": "fastft.patching.plan",
     "patched": "fastft.patching.plan",
     "release_memory": "fastft.patching.plan",
     "report": "fastft.patching.report",
+    "standardize_chat": "fastft.data",
     "stock_only": "fastft.patching.registry",
+    "text_files": "fastft.data",
+    "train_on_responses_only": "fastft.data",
     "unpatch": "fastft.patching.plan",
     "verify": "fastft.verification",
 }
@@ -35,12 +47,17 @@ _LAZY = {
 __all__ = [
     "FastLanguageModel",
     "FastModel",
+    "check_dataset",
     "functional",
+    "get_chat_template",
     "patch",
     "patched",
     "release_memory",
     "report",
+    "standardize_chat",
     "stock_only",
+    "text_files",
+    "train_on_responses_only",
     "unpatch",
     "verify",
 ]

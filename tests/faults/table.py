@@ -1189,4 +1189,107 @@ _MEMORY = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING)
+_DATA_RESPONSES = "tests/data/test_responses.py::test_"
+_DATA_MARKERS = "tests/data/test_markers.py::test_"
+_DATA_CHECK = "tests/data/test_check.py::test_"
+
+_DATA = [
+    *_faults(
+        "data/responses.py",
+        _DATA_RESPONSES,
+        [
+            (
+                "an_answer_cut_at_a_documents_end_does_not_run_into_the_next",
+                "packed documents read as one",
+                'row.get("seq_lengths") or [length]',
+                "[length]",
+            ),
+            (
+                "a_tokenizer_that_loses_white_space",
+                "a token that only touches an answer is trained",
+                "end > spans[current][0]",
+                "end >= spans[current][0]",
+            ),
+            (
+                "twice_is_once_and_what_was_masked_stays_masked",
+                "labels that were masked are trained again",
+                'before = row.get("labels")',
+                "before = None",
+            ),
+            (
+                "half_is_the_most_that_may_be_empty",
+                "rows without an answer pass",
+                "if empty * 2 > total:",
+                "if empty > total:",
+            ),
+        ],
+    ),
+    *_faults(
+        "data/markers.py",
+        _DATA_MARKERS,
+        [
+            (
+                "an_end_with_its_whitespace_cut_off_is_still_an_end",
+                "the end of a turn is left out of the answer",
+                "finish = end.end()",
+                "finish = end.start()",
+            ),
+            (
+                "words_of_an_instruction_inside_an_answer_do_not_end_it",
+                "plain words end an answer",
+                "if instruction and (not ends or _has(instruction, special)) else ()",
+                "if instruction else ()",
+            ),
+            (
+                "the_response_marker_leaves_thinking_to_the_answer",
+                "a thinking block of the prompt is part of the marker",
+                "if marker and all(marker in before for before in befores):",
+                "if marker:",
+            ),
+            (
+                "trls_training_templates_train_what_trl_trains[gptoss]",
+                "the call of a tool ends like an answer",
+                "end = (*end, *(closing if markers.instruction or _after(whole, ANSWER[1]).strip() else opening))",
+                "pass",
+            ),
+            (
+                "an_answers_reasoning_is_part_of_it",
+                "answers with reasoning are not looked at",
+                "befores += _before_reasoning(render)",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "data/decoded.py",
+        "tests/data/test_decoded.py::test_",
+        [
+            (
+                "the_first_word_of_a_row_keeps_the_space_it_has_elsewhere",
+                "a token is spelled as if it were a row's first",
+                "text = self._decode(self._anchor + tokens)",
+                "text = self._decode(tokens)",
+            ),
+        ],
+    ),
+    *_faults(
+        "data/check.py",
+        _DATA_CHECK,
+        [
+            (
+                "each_mistake_has_its_warning",
+                "a label on the first token counts as trained",
+                "zip(input_ids[1:], labels[1:], strict=True)",
+                "zip(input_ids, labels, strict=True)",
+            ),
+            (
+                "it_leaves_the_trainer_and_the_random_state_as_they_were",
+                "the loader stays with accelerate",
+                "del registered[known:]",
+                "pass",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA)

@@ -36,6 +36,8 @@ PRELOADED = (
     "transformers.modeling_utils",
     "peft",
     "bitsandbytes.functional",
+    "datasets",
+    "trl.chat_template_utils",
 )
 SECONDS_PER_FAULT = 60
 CRASHES = (-signal.SIGSEGV, -signal.SIGBUS)
