@@ -654,7 +654,8 @@ def linear_log_probs(
         two are differentiable. `is_top1` is bool, ties going to the lowest index.
 
     Raises:
-        ValueError: a target outside the vocabulary, shapes that do not match, a softcap or temperature ≤ 0, a skip_below < 0.
+        ValueError: a target outside the vocabulary, shapes that do not match, a softcap or temperature ≤ 0, a
+            skip_below < 0.
     """
     result = _run(
         hidden,

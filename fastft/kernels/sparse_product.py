@@ -77,7 +77,8 @@ def sparse_product(
     Args:
         gradient: [rows, vocabulary], 16- or 32-bit float, last dimension contiguous, any row stride. Overwritten, and
             so are up to seven elements behind a row where the stride leaves room for them.
-        weight: [vocabulary, hidden], any strides (rows had better be contiguous), any float dtype: cast to `gradient`'s as it is read.
+        weight: [vocabulary, hidden], any strides (contiguous rows are fast), any float dtype: cast to `gradient`'s as
+            it is read.
         threshold: columns with no |entry| above it in a block of `ROW_BLOCK` rows are left out; at least 0.
         out: [rows, hidden] in `gradient`'s dtype, contiguous.
         tile: the product's tile; None for the device's own.

@@ -70,9 +70,16 @@ class LogProbFunction:
         from fastft.autograd.linear_cross_entropy import linear_log_probs  # loads Triton: not at import
 
         return linear_log_probs(
-            hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, outputs,
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            final_logit_softcapping,
+            logit_scale,
+            outputs,
             **skip_arguments(site),
-        )  # fmt: skip
+        )
 
 
 def install() -> str | None:
