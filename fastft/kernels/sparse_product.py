@@ -52,9 +52,9 @@ class Tile(NamedTuple):
 
 
 _FLOAT32 = Tile(32, 64, 32, 4, 2)
-# The list of columns takes a stage of its own before W can be fetched, so a stage more than a plain product has.
-_PORTABLE = Tile(128, 128, 32, 8, 4)  # 33 KiB of shared memory: consumer cards have 99
-_LARGE = Tile(128, 256, 64, 8, 4)  # 145 KiB
+# Triton gives the list of columns, which W's addresses wait for, every other stage: five fetch W two steps ahead.
+_PORTABLE = Tile(128, 128, 32, 8, 5)  # 33 KiB of shared memory: consumer cards have 99
+_LARGE = Tile(128, 256, 64, 8, 5)  # 145 KiB
 
 
 def tile_for(dtype: torch.dtype, capability: tuple[int, int] | None) -> Tile:

@@ -146,6 +146,30 @@ def test_where_it_does_not_apply_the_product_is_whole_and_the_reason_is_told(
     assert said == [reason]
 
 
+def test_a_gpu_without_matrix_units_for_triton_computes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4: Triton would multiply elements one by one, slower than the whole product by cuBLAS."""
+    statics = module.Statics(
+        ignore_index=-100,
+        outputs=(),
+        summed=True,
+        compute_dtype=torch.float16,
+        needs_hidden=True,
+        needs_weight=False,
+        needs_bias=False,
+        logit_scale=1.0,
+        softcap=None,
+        temperature=1.0,
+        label_smoothing=0.0,
+        skip_below=SKIP_BELOW,
+    )
+    said = {}
+    for capability in ((7, 5), (8, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        said[capability] = module.whole_product_reason(statics, torch.device("cuda"))
+    assert "below compute capability 8.0" in str(said.pop((7, 5)))
+    assert set(said.values()) == {None}
+
+
 def test_without_a_gradient_nothing_is_said() -> None:
     x, weight, _, labels = make_inputs()
     said: list[str | None] = []

@@ -196,20 +196,20 @@ def cross_entropy_launches(dtype: torch.dtype) -> list[Launch]:
 
 
 def sparse_product_launches(dtype: torch.dtype) -> list[Launch]:
-    from fastft.kernels.sparse_product import THRESHOLD, sparse_product, tile_for
+    from fastft.kernels.sparse_product import THRESHOLD, Tile, sparse_product, tile_for
 
-    def call(rows: int, hidden: int, vocabulary: int, weight_dtype: torch.dtype = dtype) -> Callable[[], object]:
-        gradient, out = meta(rows, vocabulary, dtype=dtype), meta(rows, hidden, dtype=dtype)
-        weight = meta(vocabulary, hidden, dtype=weight_dtype)
-        # a T4 and a Hopper are what variants are compiled for: each with its own tile
-        tile = tile_for(dtype, (9, 0) if dtype == torch.bfloat16 else (7, 5)) if rows == 2048 else None
+    hopper = tile_for(dtype, (9, 0)) if dtype == torch.bfloat16 else None  # no T4 is given a Hopper's tile
+
+    def call(tile: Tile | None, weight_dtype: torch.dtype = dtype) -> Callable[[], object]:
+        gradient, out = meta(2048, 128256, dtype=dtype), meta(2048, 4096, dtype=dtype)
+        weight = meta(128256, 4096, dtype=weight_dtype)
         return lambda: sparse_product(gradient, weight, THRESHOLD, out=out, tile=tile)
 
     # Wide loads of the product are asynchronous copies of 16 bytes, which `wide` does not look at.
     return [
-        Launch("4096 x 128256, any GPU", call(1024, 4096, 128256), wide=False),
-        Launch("4096 x 128256, the GPU's own tile", call(2048, 4096, 128256), wide=False),
-        Launch("float32 head, odd vocabulary", call(2048, 576, 50257, torch.float32), wide=False),
+        Launch("4096 x 128256, any GPU's tile", call(None), wide=False),
+        Launch("4096 x 128256, Hopper's tile", call(hopper), wide=False),
+        Launch("4096 x 128256, Hopper's tile, float32 head", call(hopper, torch.float32), wide=False),
     ]
 
 
