@@ -22,10 +22,15 @@ float32 and then to the compute dtype, G W to the compute dtype, and once more w
 Where the weight's dtype is not the compute dtype (float32 head under autocast, 16-bit head with float32 hidden) slices
 of the weight are cast as they are used: a copy of a whole head, 1 GiB for a Llama-3 8B in 16 bits, is more than the
 chunk itself. It costs a quarter of the operator's time; a head kept in the compute dtype costs nothing.
+
+With `skip_below` a frozen head's G W leaves out columns in which no |P − Y| of 256 rows passes that value
+(kernels/sparse_product.py): an approximation that is asked for, never a default. `whole_product_reason` says where it
+does not apply.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,6 +49,7 @@ from fastft.kernels.cross_entropy import (
     cross_entropy_backward,
     named_rows,
 )
+from fastft.kernels.sparse_product import sparse_product
 
 __all__ = ["EMPTY_BATCH", "linear_cross_entropy", "linear_log_probs"]
 
@@ -75,6 +81,7 @@ class Statics:
     """What the pair needs besides tensors.
 
     `ignore_index` None means that every row counts. `summed`: the first output is the sum over rows, a scalar.
+    `skip_below`: columns of P − Y that stay below it are left out of G W; None for the whole product.
     """
 
     ignore_index: int | None
@@ -88,6 +95,7 @@ class Statics:
     softcap: float | None
     temperature: float
     label_smoothing: float
+    skip_below: float | None = None
 
     @property
     def trains_head(self) -> bool:
@@ -180,7 +188,7 @@ def forward(tensors: Tensors, statics: Statics) -> tuple[Outputs, Saved]:
             **statics.transform(),
         )
         if grad_rows is not None:
-            _project_back(logits, weight, grad_rows[start:end])
+            _hidden_gradient(logits, weight, statics, grad_rows[start:end])
         _add_head_grads(grad_weight, grad_bias, logits, rows)
 
     kept = SavedTensors(grad_rows, grad_weight, grad_bias, index)
@@ -343,6 +351,30 @@ def _project_back(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     out.copy_(total)
 
 
+def _hidden_gradient(gradient: Tensor, weight: Tensor, statics: Statics, out: Tensor) -> None:
+    """out = gradient @ weight, or what `skip_below` leaves of it: then `gradient` is overwritten."""
+    if statics.skip_below is None:
+        _project_back(gradient, weight, out)
+        return
+    slope = abs(statics.logit_scale / statics.temperature)  # G is (P − Y) times this
+    sparse_product(gradient, weight, statics.skip_below * slope, out=out)
+
+
+def whole_product_reason(statics: Statics, device: torch.device) -> str | None:
+    """Why the hidden gradient multiplies by the whole head although `skip_below` is given; None where it does not."""
+    if statics.trains_head:
+        return "the head trains"  # its own gradient needs all of G
+    if statics.softcap is not None:
+        return "the logits are capped"  # G is P − Y times a slope of each element's own
+    if statics.label_smoothing:
+        return "labels are smoothed"  # every column carries ε / V of each row, and together they count
+    if statics.compute_dtype.itemsize != 2:
+        return f"the loss is computed in {str(statics.compute_dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton has no matrix units on a GPU below compute capability 8.0"
+    return None
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b without rounding the product to the operands' dtype first."""
     if a.dtype == total.dtype:
@@ -464,9 +496,11 @@ def _run(
     logit_scale: float,
     temperature: float,
     label_smoothing: float,
+    skip_below: float | None,
+    on_skip: Callable[[str | None], None] | None,
 ) -> Outputs:
     """Reads grad mode and autocast, decides what the backward will need, and runs the pair on [tokens, hidden]."""
-    _check(hidden, weight, bias, labels, softcap, temperature, label_smoothing, outputs)
+    _check(hidden, weight, bias, labels, softcap, temperature, label_smoothing, outputs, skip_below)
     grad = torch.is_grad_enabled()
     statics = Statics(
         ignore_index=ignore_index,
@@ -480,7 +514,14 @@ def _run(
         softcap=None if softcap is None else float(softcap),
         temperature=float(temperature),
         label_smoothing=float(label_smoothing),
+        skip_below=skip_below,
     )
+    if skip_below is not None and statics.needs_hidden:
+        reason = whole_product_reason(statics, hidden.device)
+        if reason is not None:
+            statics = dataclasses.replace(statics, skip_below=None)
+        if on_skip is not None:
+            on_skip(reason)
     tensors = Tensors(hidden, weight, bias, labels.to(device=hidden.device, dtype=torch.int64))
     if statics.needs_hidden or statics.trains_head:
         return Outputs(*_LinearLogProbs.apply(*tensors, statics))
@@ -502,6 +543,8 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     on_empty: Callable[[], None] | None = None,
+    skip_below: float | None = None,
+    on_skip: Callable[[str | None], None] | None = None,
 ) -> Tensor:
     """Cross-entropy of `hidden @ weightᵀ + bias` against `labels`, without building the logits.
 
@@ -524,6 +567,11 @@ def linear_cross_entropy(
         label_smoothing: ε in [0, 1]: (1 − ε) · loss + ε · mean over the vocabulary of −log p.
         on_empty: called instead of the warning when every label is ignored (the operator knows the count anyway; asking
             again would wait for the device).
+        skip_below: an approximation, for a frozen head in 16 bits: the gradient of `hidden` leaves out rows of `weight`
+            whose |probability − label| stays at or below this in a whole block of 256 rows. None computes all of it;
+            docs/approximations.md has the errors.
+        on_skip: called where `skip_below` is given and `hidden` needs a gradient: with None, or with the reason why the
+            product is whole after all.
 
     Returns:
         A scalar, or [...] for "none"; float32 (float64 for float64 inputs). The computation runs in autocast's dtype if
@@ -532,7 +580,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: a label outside the vocabulary that is not `ignore_index`; shapes that do not match; an unknown
             reduction, or `num_items_in_batch` with a reduction other than "mean"; a softcap or temperature ≤ 0; a
-            label_smoothing outside [0, 1].
+            label_smoothing outside [0, 1]; a skip_below < 0.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
@@ -557,6 +605,8 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         temperature=temperature,
         label_smoothing=label_smoothing,
+        skip_below=skip_below,
+        on_skip=on_skip,
     )
     if outputs.counted == 0:
         if on_empty is None:
@@ -585,6 +635,8 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    skip_below: float | None = None,
+    on_skip: Callable[[str | None], None] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Per-row log-probability of `targets` under the head, and what trainers log beside it.
 
@@ -595,13 +647,15 @@ def linear_log_probs(
         targets: [rows] integers; every row counts.
         temperature, softcap, logit_scale: as in `linear_cross_entropy`.
         outputs: which of "entropy", "log_sum_sq_probs", "mean_logits", "is_top1" to compute; "log_probs" is understood.
+        skip_below, on_skip: as in `linear_cross_entropy`; a gradient through the entropy takes the whole product.
 
     Returns:
         (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [rows]; None where not asked for. The first
         two are differentiable. `is_top1` is bool, ties going to the lowest index.
 
     Raises:
-        ValueError: a target outside the vocabulary, shapes that do not match, a softcap or temperature ≤ 0.
+        ValueError: a target outside the vocabulary, shapes that do not match, a softcap or temperature ≤ 0, a
+            skip_below < 0.
     """
     result = _run(
         hidden,
@@ -614,6 +668,8 @@ def linear_log_probs(
         logit_scale=logit_scale,
         temperature=temperature,
         label_smoothing=0.0,
+        skip_below=skip_below,
+        on_skip=on_skip,
     )
     return result[:5]
 
@@ -627,6 +683,7 @@ def _check(
     temperature: float,
     label_smoothing: float,
     outputs: tuple[str, ...],
+    skip_below: float | None,
 ) -> None:
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
@@ -646,6 +703,8 @@ def _check(
         raise ValueError(f"linear_cross_entropy: temperature must be positive: got {temperature}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1]: got {label_smoothing}")
+    if skip_below is not None and not skip_below >= 0:
+        raise ValueError(f"linear_cross_entropy: skip_below must be at least 0, or None to skip none: got {skip_below}")
     unknown = set(outputs) - {"log_probs", *OPTIONAL_OUTPUTS}
     if unknown:
         raise ValueError(

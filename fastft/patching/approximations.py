@@ -6,16 +6,18 @@ Nothing of this kind is ever a default. docs/approximations.md has the error of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from fastft.patching import registry
 
-__all__ = ["APPROXIMATIONS", "set_approximations", "summary"]
+__all__ = ["APPROXIMATIONS", "set_approximations", "skip_arguments", "summary"]
 
 # name -> (the part whose site carries it, the site's field)
 APPROXIMATIONS: dict[str, tuple[registry.Part, str]] = {
     "fold_adapters": ("decoder layer", "fold_adapters"),
+    "skip_probabilities": ("loss", "skip_probabilities"),
 }
 
 
@@ -43,7 +45,24 @@ def set_approximations(model: nn.Module, names: Sequence[str]) -> None:
                 setattr(site, attribute, name in wanted)
 
 
+def skip_arguments(site: registry.Site | None) -> dict[str, Any]:
+    """What the loss's operator is told, by keyword, about a model with this plan of its loss."""
+    if site is None or not site.skip_probabilities:
+        return {}
+    from fastft.kernels.sparse_product import THRESHOLD  # loads Triton: not at import
+
+    return {"skip_below": THRESHOLD, "on_skip": site.skipped_columns}
+
+
 def summary(sites: Sequence[registry.Site]) -> str | None:
-    """A note of the report: what is switched on, None where nothing is."""
+    """A note of the report: what is switched on and what of it did not apply, None where nothing is."""
     names = [name for name, (_, attribute) in APPROXIMATIONS.items() if any(getattr(s, attribute) for s in sites)]
-    return f"approximations: {', '.join(names)} (docs/approximations.md has their errors)" if names else None
+    if not names:
+        return None
+    note = f"approximations: {', '.join(names)} (docs/approximations.md has their errors)"
+    if "skip_probabilities" in names:
+        reason = next((s.whole_product for s in sites if s.skip_probabilities and s.whole_product is not None), None)
+        note += "; skip_probabilities: gradients through the entropy take the whole head"
+        if reason is not None:
+            note += f", and so did the last training loss: {reason}"
+    return note

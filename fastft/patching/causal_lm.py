@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.linear_cross_entropy import EMPTY_BATCH, linear_cross_entropy
 from fastft.patching import registry
+from fastft.patching.approximations import skip_arguments
 from fastft.patching.families import Family
 from fastft.patching.peft import hooked
 
@@ -183,6 +184,7 @@ def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site
         reduction="mean",
         num_items_in_batch=kwargs.get("num_items_in_batch"),
         on_empty=count_empty,
+        **skip_arguments(site),
     )
 
 

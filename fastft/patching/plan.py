@@ -67,8 +67,10 @@ def patch(
         cuda_graphs: False never replays layers from CUDA graphs; True does so where it is safe and pays. None keeps
             what an earlier `patch` said (at first True).
         approximations: names of what may be computed with a larger error than stock's, for speed: "fold_adapters"
-            (s·B·A is added to the dequantized weight before its rounding). docs/approximations.md has the measured
-            errors. None keeps what an earlier `patch` said (at first none); () switches all off.
+            (s·B·A is added to the dequantized weight before its rounding), "skip_probabilities" (a frozen head's
+            product with P − Y leaves out tokens whose probability is below 2⁻¹⁶ in 256 rows).
+            docs/approximations.md has the measured errors. None keeps what an earlier `patch` said (at first none); ()
+            switches all off.
 
     Returns:
         `model`.

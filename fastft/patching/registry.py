@@ -46,6 +46,8 @@ class Site:
         empty_batches: batches without a counted label (on the loss's site).
         cuda_graphs: whether layers may be replayed from CUDA graphs (on the backbone's site).
         fold_adapters: whether s·B·A is added to dequantized weights (on a decoder layer's site).
+        skip_probabilities: whether G W leaves out columns of small probabilities (on the loss's site).
+        whole_product: why the last training loss left none out all the same, or None.
         memory: budget and plans (on the backbone's site): patching/size_plans.py.
     """
 
@@ -66,7 +68,13 @@ class Site:
     empty_batches: int = 0
     cuda_graphs: bool = True
     fold_adapters: bool = False
+    skip_probabilities: bool = False
+    whole_product: str | None = None
     memory: Any = None
+
+    def skipped_columns(self, whole_product: str | None) -> None:
+        """Note that the loss's second product left columns out, or why it did not."""
+        self.whole_product = whole_product
 
     def ran_fast(self) -> None:
         """Count a fast forward."""

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fastft.patching import registry
+from fastft.patching.approximations import skip_arguments
 
 __all__ = ["LogProbFunction", "install", "installed", "uninstall"]
 
@@ -61,14 +62,23 @@ class LogProbFunction:
         Grad mode is read inside `linear_log_probs`, before its Function's forward turns it off. `chunk_size` is TRL's
         tile width; ours chooses its own chunks.
         """
-        if not _runs_fast(weight):
+        site = _loss_site(weight)
+        if not _runs_fast(weight, site):
             return LogProbFunction.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
         from fastft.autograd.linear_cross_entropy import linear_log_probs  # loads Triton: not at import
 
         return linear_log_probs(
-            hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, outputs
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            final_logit_softcapping,
+            logit_scale,
+            outputs,
+            **skip_arguments(site),
         )
 
 
@@ -107,9 +117,8 @@ def installed() -> bool:
     return getattr(sys.modules.get(_MODULE), _NAME, None) is LogProbFunction
 
 
-def _runs_fast(weight: Tensor) -> bool:
+def _runs_fast(weight: Tensor, site: registry.Site | None) -> bool:
     """Whether this call is a planned model's and ours to answer; counted at the model's loss site if it is planned."""
-    site = _loss_site(weight)
     if site is None and not any(getattr(head, "weight", None) is weight for head in registry.planned_heads()):
         return False
     reason = None if site is None else site.reason

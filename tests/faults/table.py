@@ -51,6 +51,8 @@ _PROJECTION = "tests/autograd/test_lora_linear.py::test_gradients_are_the_deriva
 _MLP = "tests/autograd/test_mlp_half.py::test_gradients_are_the_derivatives"
 _ATTENTION = "tests/autograd/test_attention_half.py::test_attention_in_gradients_are_the_derivatives"
 _LAYER = "tests/autograd/test_decoder_layer.py::test_gradients_are_the_derivatives"
+_SPARSE = "tests/kernels/test_sparse_product.py::test_"
+_SKIP = "tests/patching/test_skip_probabilities.py::test_"
 _LOSS = "tests/autograd/test_linear_cross_entropy.py::test_loss_and_its_derivatives_in_float64"
 _FALLBACKS = "tests/patching/test_fallbacks.py::test_"
 
@@ -883,8 +885,8 @@ _AUTOGRAD = [
             (
                 "[mean-frozen-plain-hard labels]",
                 "every chunk's hidden gradient into the first rows",
-                "_project_back(logits, weight, grad_rows[start:end])",
-                "_project_back(logits, weight, grad_rows[: end - start])",
+                "_hidden_gradient(logits, weight, statics, grad_rows[start:end])",
+                "_hidden_gradient(logits, weight, statics, grad_rows[: end - start])",
             ),
             (
                 "[mean-trained, bias-plain-hard labels]",
@@ -1292,4 +1294,127 @@ _DATA = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA)
+_SKIPPED_COLUMNS = [
+    *_faults(
+        "kernels/sparse_product.py",
+        _SPARSE,
+        [
+            (
+                "a_kept_entry_is_strictly_above_the_threshold_whatever_its_sign",
+                "large negative entries dropped",
+                "tl.abs(value.to(tl.float32)) <= threshold",
+                "value.to(tl.float32) <= threshold",
+            ),
+            (
+                "a_kept_entry_is_strictly_above_the_threshold_whatever_its_sign",
+                "a NaN lost",
+                "tl.where(tl.abs(value.to(tl.float32)) <= threshold, 0, 1)",
+                "tl.where(tl.abs(value.to(tl.float32)) > threshold, 1, 0)",
+            ),
+            (
+                "the_kept_columns_product_is_as_good_as_stock[97-ragged block-float32]",
+                "the list one place off",
+                "columns + start + position - 1, column",
+                "columns + start + position - 1, column + 1",
+            ),
+            (
+                "each_block_has_its_own_columns",
+                "the first block's columns for all",
+                "start_of_list = block.to(tl.int64) * vocabulary",
+                "start_of_list = block.to(tl.int64) * 0",
+            ),
+            (
+                "the_kept_columns_product_is_as_good_as_stock[97-whole block-float32]",
+                "G not moved together",
+                "tl.load(target + column[None, :]",
+                "tl.load(target + index[None, :]",
+            ),
+            (
+                "what_lies_behind_a_row_never_comes_in[stride of 8s]",
+                "no zeros behind the last kept column",
+                "value, mask=row_mask & (index < padded)[None, :]",
+                "value, mask=row_mask & (index < count)[None, :]",
+            ),
+            (
+                "rows_beyond_two_to_the_31_elements",
+                "32-bit row offsets",
+                "target = gradient + row.to(tl.int64)[:, None] * row_stride",
+                "target = gradient + (row[:, None] * row_stride).to(tl.int32)",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "kernels/sparse_product.py",
+        _SPARSE,
+        [
+            (
+                "float64_takes_the_twin_and_keeps_its_input",
+                "G made positive on the way",
+                "block.to(wide).abs() <= threshold",
+                "block.to(wide).abs_() <= threshold",
+            ),
+            (
+                "blocks_that_keep_all_or_nothing",
+                "one list for all rows",
+                "for columns in kept_columns(block, threshold)",
+                "for columns in kept_columns(gradient[:ROW_BLOCK], threshold)",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/linear_cross_entropy.py",
+        "tests/autograd/test_skipped_columns.py::test_",
+        [
+            (
+                "the_gradient_lacks_the_small_columns_and_nothing_else[no bias-mean-scaled]",
+                "the threshold on G, not on P - Y",
+                "statics.skip_below * slope, out=out",
+                "statics.skip_below, out=out",
+            ),
+            (
+                "where_it_does_not_apply_the_product_is_whole_and_the_reason_is_told[trained head]",
+                "columns left out of G before the head's own gradient",
+                "    if statics.trains_head:\n        return",
+                "    if False:\n        return",
+            ),
+            (
+                "where_it_does_not_apply_the_product_is_whole_and_the_reason_is_told[softcap]",
+                "one threshold for slopes that differ",
+                "if statics.softcap is not None:",
+                "if False:",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/trl.py",
+        _SKIP,
+        [
+            (
+                "trls_road_skips_and_reads_the_plan_at_call_time",
+                "TRL's road not told",
+                "            **skip_arguments(site),\n",
+                "",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/causal_lm.py",
+        _SKIP,
+        [("the_models_own_loss_skips", "the model's own loss not told", "        **skip_arguments(site),\n", "")],
+    ),
+    *_faults(
+        "patching/registry.py",
+        _SKIP,
+        [
+            (
+                "the_report_says_why_a_loss_was_whole_until_one_is_not",
+                "an old reason reported for ever",
+                "self.whole_product = whole_product",
+                "self.whole_product = whole_product or self.whole_product",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS)

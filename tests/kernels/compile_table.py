@@ -195,6 +195,24 @@ def cross_entropy_launches(dtype: torch.dtype) -> list[Launch]:
     ]
 
 
+def sparse_product_launches(dtype: torch.dtype) -> list[Launch]:
+    from fastft.kernels.sparse_product import THRESHOLD, Tile, sparse_product, tile_for
+
+    hopper = tile_for(dtype, (9, 0)) if dtype == torch.bfloat16 else None  # no T4 is given a Hopper's tile
+
+    def call(tile: Tile | None, weight_dtype: torch.dtype = dtype) -> Callable[[], object]:
+        gradient, out = meta(2048, 128256, dtype=dtype), meta(2048, 4096, dtype=dtype)
+        weight = meta(128256, 4096, dtype=weight_dtype)
+        return lambda: sparse_product(gradient, weight, THRESHOLD, out=out, tile=tile)
+
+    # Wide loads of the product are asynchronous copies of 16 bytes, which `wide` does not look at.
+    return [
+        Launch("4096 x 128256, any GPU's tile", call(None), wide=False),
+        Launch("4096 x 128256, Hopper's tile", call(hopper), wide=False),
+        Launch("4096 x 128256, Hopper's tile, float32 head", call(hopper, torch.float32), wide=False),
+    ]
+
+
 TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "rms_norm": rms_norm_launches,
     "rope": rope_launches,
@@ -202,4 +220,5 @@ TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "nf4": nf4_launches,
     "join": join_launches,
     "cross_entropy": cross_entropy_launches,
+    "sparse_product": sparse_product_launches,
 }
