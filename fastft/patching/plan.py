@@ -45,6 +45,7 @@ def patch(
     memory_budget: str | int | float | None = None,
     memory_levels: str | Sequence[str] | Mapping[int, str] | None = None,
     cuda_graphs: bool | None = None,
+    padding_free: bool | None = None,
 ) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
@@ -64,6 +65,8 @@ def patch(
             said before (at first: "auto" once gradient checkpointing is switched on, else "keep").
         cuda_graphs: False never replays layers from CUDA graphs; True does so where it is safe and pays. None keeps
             what an earlier `patch` said (at first True).
+        padding_free: False runs the layers over a padded training batch as it is; True leaves the padding out where
+            nobody can see it. None keeps what an earlier `patch` said (at first True).
 
     Returns:
         `model`.
@@ -96,6 +99,8 @@ def patch(
     assert body_site is not None
     if max_seq_length is not None:
         body_site.max_seq_length = max_seq_length
+    if padding_free is not None:
+        body_site.padding_free = padding_free
     backbone.install(body)
     bitsandbytes.repair_on_cpu(inner)
     if memory_budget is not None:

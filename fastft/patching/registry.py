@@ -44,6 +44,9 @@ class Site:
         pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
         empty_batches: batches without a counted label (on the loss's site).
         cuda_graphs: whether layers may be replayed from CUDA graphs (on the backbone's site).
+        padding_free: whether padding may be left out in training (on the backbone's site).
+        tokens_padded: tokens of the padded batches whose padding was left out, pads included (on the backbone's site).
+        tokens_real: the same without pads.
         memory: budget and plans (on the backbone's site): patching/size_plans.py.
     """
 
@@ -62,6 +65,9 @@ class Site:
     pad_checks: int = 4
     empty_batches: int = 0
     cuda_graphs: bool = True
+    padding_free: bool = True
+    tokens_padded: int = 0
+    tokens_real: int = 0
     memory: Any = None
 
     def ran_fast(self) -> None:
