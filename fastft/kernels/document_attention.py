@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,7 @@ class Documents:
         Raises:
             ValueError: if they do not start at 0, rise to the number of tokens, and contain every row's start.
         """
-        steps = tuple(e - b for b, e in zip(boundaries, boundaries[1:], strict=False))
+        steps = tuple(e - b for b, e in itertools.pairwise(boundaries))
         fits = len(boundaries) > 1 and boundaries[0] == 0 and boundaries[-1] == rows * length
         if not fits or min(steps) < 0 or not set(range(0, rows * length, length)) <= set(boundaries):
             shown = list(boundaries) if len(boundaries) <= 8 else [*boundaries[:4], "…", *boundaries[-3:]]
@@ -221,7 +222,8 @@ def _takes_varlen(query: Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _has_flash(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index) >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
+    ampere = torch.cuda.get_device_capability(device_index) >= (8, 0)
+    return ampere and torch.backends.cuda.is_flash_attention_available()
 
 
 @functools.cache

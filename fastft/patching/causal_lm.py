@@ -99,7 +99,7 @@ def causal_lm_forward(self: Any, family: Family, original: Callable[..., Any], *
 
 @contextlib.contextmanager
 def _padding_kept(model: Any) -> Iterator[None]:
-    """The backbone runs padding inside: whoever reads logits may read those of pads (ORPO logs the mean of them all)."""
+    """The backbone runs padding inside: who reads logits may read those of pads (ORPO logs the mean of them all)."""
     site = registry.site_of(getattr(model, model.base_model_prefix))
     if site is None:
         yield
@@ -207,7 +207,8 @@ def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
     """`[batch, sequence]`: the label of each position's next token; the last position has none.
 
     Explicit `shift_labels` are used as they are. In packed rows a document's first token is no target: the token before
-    it is another document's (`cu_seq_lens_q` and `position_ids` both say where one begins). Where that token is a pad (left padding), stock counts the first token, and so do we.
+    it is another document's (`cu_seq_lens_q` and `position_ids` both say where one begins). Where that token is a pad
+    (left padding), stock counts the first token, and so do we.
     """
     shifted = kwargs.get("shift_labels")
     if shifted is not None:

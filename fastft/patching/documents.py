@@ -72,7 +72,7 @@ class DocumentMask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # results are plain tensors
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,17 +193,18 @@ def _agree_on_positions(kwargs: dict[str, Any], documents: Documents) -> None:
 
 def _tell(module: nn.Module, kwargs: dict[str, Any], documents: Documents, given: bool) -> None:
     """Tell the backend about `documents`; `given`: they are not from the position_ids."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
     name = implementation_of(module)
-    if "flash" in name:
+    known = name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+    if "flash" in name or (known and ALL_MASK_ATTENTION_FUNCTIONS[name] is flash_attention_mask):
         ends = documents.boundaries
         kwargs.update(zip(BOUNDARIES, (ends, ends, documents.longest, documents.longest), strict=True))
         return
     if name == "sdpa" and (masks := sdpa_masks(module, documents)) is not None:
         kwargs["attention_mask"] = masks
         return
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+    if not known:
         raise ValueError(
             f"fastft: the batch holds packed documents and attn_implementation={name!r} has no mask function in "
             "transformers: they would attend to each other. Load the model with attn_implementation='sdpa' or "
