@@ -132,6 +132,7 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
         documents = _by_positions(kwargs, rows, length)
     if documents is None or len(documents.lengths) == rows:
         return
+    documents.device = device  # the boundaries may have come on another
     _refuse_what_hides_documents(kwargs)
     kwargs["attention_mask"], kwargs["use_cache"] = None, False
     if given:

@@ -1143,7 +1143,7 @@ _PACKING = [
                 "filled += int(inside.sum())",
             ),
             (
-                "a_document_does_not_see_another",
+                "equals_one_mask_over_the_row[1-2-None]",
                 "attention to the padding that follows",
                 "attn_mask=mask, is_causal=mask is None",
                 "attn_mask=mask, is_causal=False",

@@ -82,6 +82,7 @@ def dpo(explicit: bool = False, **settings: Any) -> Build:
             ref_model=reference(model) if explicit else None,
             args=DPOConfig(**arguments(folder, max_length=48, **settings)),
             train_dataset=dataset("preference"),
+            eval_dataset=dataset("preference", 4, seed=1) if "eval_strategy" in settings else None,
             processing_class=TOKENIZER,
         )
 
@@ -240,7 +241,7 @@ CASES: tuple[Case, ...] = (
     Case("sft-own-loss", sft(trainer={"compute_loss_func": second_half_only})),
     Case("sft-metrics", sft(trainer={"compute_metrics": predicted_sum}, **EVALUATED)),
     Case("dpo-reference", dpo(explicit=True), slow=False),
-    Case("dpo-adapter", dpo()),
+    Case("dpo-adapter", dpo(**EVALUATED)),
     Case("dpo-full", dpo(explicit=True), family="qwen2", lora=False),
     Case("dpo-ipo-weighted", dpo(loss_type=["ipo"], use_weighting=True), family="qwen3"),
     Case("dpo-mixed", dpo(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]), family="mistral"),
