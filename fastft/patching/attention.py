@@ -1,10 +1,11 @@
 """Attention as a callable: transformers' own interface with the mask, scaling and keywords its module would pass.
 
-Nothing is computed here. On Hopper, SDPA's cuDNN backend runs causal attention faster than flash in training (1.8
-times for 8B shapes on an H200); PyTorch does not prefer it by itself, so the call is wrapped in `sdpa_kernel(…,
-set_priority=True)`, which is restored at once. cuDNN builds a plan per shape, so it gets lengths that are multiples
-of 128 (fixed and packed rows, of which a run has few); ragged lengths stay with flash. The choice depends on the
-shape alone: equal runs choose equally.
+Nothing is computed here. Packed documents on sdpa go to kernels/document_attention.py (a `DocumentMask` names them),
+everything else to transformers' function. On Hopper, SDPA's cuDNN backend runs causal attention faster than flash in
+training (1.8 times for 8B shapes on an H200); PyTorch does not prefer it by itself, so the call is wrapped in
+`sdpa_kernel(…, set_priority=True)`, which is restored at once. cuDNN builds a plan per shape, so it gets lengths that
+are multiples of 128 (fixed and full rows, of which a run has few); ragged lengths stay with flash. The choice depends
+on the shape alone: equal runs choose equally.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fastft.autograd.attention_half import Attention
+from fastft.kernels.document_attention import document_attention
+from fastft.patching.documents import DocumentMask
 from fastft.patching.families import Family
 
 _LENGTH_MULTIPLE = 128
@@ -56,6 +59,14 @@ def attention_callable(
     arguments = {**family_arguments(module, family), **kwargs}
     scaling = module.scaling
     implementation = module.config._attn_implementation  # type: ignore[union-attr]
+
+    if implementation == "sdpa" and isinstance(attention_mask, DocumentMask):
+
+        def document(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            documents, window = attention_mask.documents, attention_mask.window
+            return document_attention(query, key, value, documents, scale=scaling, window=window, dropout=dropout)
+
+        return document
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def run() -> Tensor:

@@ -1,8 +1,9 @@
 """The pre-hook on a planned backbone: what must be settled once per forward, before any layer runs.
 
-Lengths over `max_seq_length` are refused, packed documents are kept apart, a cache nobody reads in training is left
-out, the TRL hook is installed when TRL has appeared, and layers that lost their binding in pickling get it back. It
-changes keywords only, and only where the issue is one of these.
+Lengths over `max_seq_length` are refused, packed documents are kept apart, padding is left out, a cache nobody reads in
+training is left out, the TRL hook is installed when TRL has appeared, and layers that lost their binding in pickling
+get it back. It changes keywords only, and only where the issue is one of these. What left padding out needs undoing
+after the forward: that is the second hook, `after_forward`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.patching import decoder_layer, levels, registry, trl
+from fastft.patching import decoder_layer, documents, levels, registry, trl
 from fastft.patching.decoder_layer import CACHE_NAMES
 
 
@@ -36,20 +37,77 @@ def before_forward(
     shape = ids.shape if isinstance(ids, Tensor) else embeds.shape[:2] if isinstance(embeds, Tensor) else None
     if shape is None:
         return None
-    if site.max_seq_length is not None and shape[1] > site.max_seq_length:
-        _check_length(site.max_seq_length, shape[1], kwargs)
+    rows, length = int(shape[0]), int(shape[1])
+    if site.max_seq_length is not None and length > site.max_seq_length:
+        _check_length(site.max_seq_length, length, kwargs)
     _check_padding(module, site, ids, kwargs)
-    if module.training and torch.is_grad_enabled():
-        levels.assign(module, site, (int(shape[0]), int(shape[1])))
-    else:
-        levels.rest(module)
+    learns = module.training and torch.is_grad_enabled()
     changed = dict(kwargs)
     cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
-    if module.training and torch.is_grad_enabled() and not cached and kwargs.get("use_cache") is None:
+    if learns and not cached and kwargs.get("use_cache") is None:
         changed["use_cache"] = False
     if not cached:
-        _isolate_documents(changed)
+        device = (ids if isinstance(ids, Tensor) else embeds).device  # type: ignore[union-attr]
+        documents.keep_apart(module, changed, rows, length, device)
+        packed = _without_padding(module, site, args, changed)
+        if packed is not None:
+            args, changed = (), packed
+            mask = documents.padding_of(changed["attention_mask"])
+            rows, length = 1, len(mask.tokens)  # type: ignore[union-attr]
+    if learns:
+        levels.assign(module, site, (rows, length))
+    else:
+        levels.rest(module)
     return args, changed
+
+
+def _without_padding(
+    module: nn.Module, site: registry.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The keywords of a padded training batch with its padding left out, or None where that is not safe.
+
+    In training mode with gradient and without: what DPO and GRPO compare must be computed alike. Not where somebody
+    sees the batch between the layers: hidden states or attention weights asked for, NEFTune's noise (scaled by the
+    length of a row), global hooks.
+    """
+    mask = kwargs.get("attention_mask")
+    if not site.padding_free or not module.training or kwargs.get("use_cache") is not False:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or documents.implementation_of(module) != "sdpa":
+        return None
+    if len(args) > 1 or torch.compiler.is_compiling() or _is_looked_into(module, kwargs):
+        return None
+    if args:
+        kwargs = {"input_ids": args[0], **kwargs}
+    tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.shape[:2] != mask.shape:
+        return None
+    packed = documents.leave_padding_out(module, kwargs, mask.to(tokens.device))
+    if packed is not None:
+        site.tokens_padded += mask.numel()
+        site.tokens_real += len(documents.padding_of(packed["attention_mask"]).tokens)  # type: ignore[union-attr]
+    return packed
+
+
+def _is_looked_into(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether anybody reads more of this forward than its last hidden state."""
+    asked = [
+        kwargs.get(name) if kwargs.get(name) is not None else getattr(module.config, name, False)
+        for name in ("output_hidden_states", "output_attentions")
+    ]
+    noisy = hasattr(module.get_input_embeddings(), "neftune_noise_alpha")
+    return any(asked) or noisy or decoder_layer.global_hooks() or decoder_layer.wants_attentions()
+
+
+def after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook (with keywords) of a planned backbone: an output without padding gets its shape back."""
+    padding = documents.padding_of(kwargs.get("attention_mask"))
+    if padding is None:
+        return None
+    if isinstance(output, tuple):
+        return (documents.restore_padding(output[0], padding), *output[1:])
+    output.last_hidden_state = documents.restore_padding(output.last_hidden_state, padding)
+    return output
 
 
 def _finish_compiling(module: nn.Module) -> None:
@@ -67,6 +125,9 @@ def _check_length(limit: int, row: int, kwargs: dict[str, Any]) -> None:
     """
     positions = kwargs.get("position_ids")
     longest: Any = kwargs.get("max_length_q")
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if longest is None and isinstance(boundaries, Tensor):
+        longest = int(boundaries.diff().max())
     if longest is None:
         longest = row if positions is None else int(positions.max()) + 1
     if int(longest) > limit:
@@ -98,50 +159,21 @@ def _check_padding(module: nn.Module, site: registry.Site, ids: Any, kwargs: dic
         )
 
 
-def _isolate_documents(kwargs: dict[str, Any]) -> None:
-    """Keep packed documents apart where transformers would let them attend to each other (all-ones mask, or a cache).
-
-    transformers isolates documents by position_ids only without a mask and without a cache.
-
-    Raises:
-        ValueError: if they cannot be kept apart.
-    """
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    risky = mask is not None or kwargs.get("use_cache") is not False
-    if not risky or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
-        return
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return  # a 4-D or prepared mask says itself who attends to whom
-    restarts = positions[:, 1:] <= positions[:, :-1]
-    if mask is not None:
-        if mask.shape[1] != positions.shape[1]:
-            return
-        restarts = restarts & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-    if not bool(restarts.any()):
-        return
-    if kwargs.get("use_cache"):
-        raise ValueError(
-            "fastft: position_ids restart inside a row (packed documents) and use_cache=True was asked for; with a "
-            "cache the documents would attend to each other. Pass use_cache=False, or one document a row."
-        )
-    if mask is not None and not bool((mask != 0).all()):
-        raise ValueError(
-            "fastft: position_ids restart inside a row (packed documents) and attention_mask marks padding; "
-            "transformers would let the documents attend to each other. Pass attention_mask=None (padding-free rows), "
-            "or one document a row."
-        )
-    kwargs["attention_mask"], kwargs["use_cache"] = None, False
-
-
 def install(backbone: nn.Module) -> None:
-    """Register the pre-hook, once."""
+    """Register both hooks, once."""
     if before_forward not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(before_forward, with_kwargs=True)
+    if after_forward not in backbone._forward_hooks.values():
+        backbone.register_forward_hook(after_forward, with_kwargs=True)
 
 
 def uninstall(backbone: nn.Module) -> None:
-    """Remove the pre-hook."""
+    """Remove them."""
     for key, hook in list(backbone._forward_pre_hooks.items()):
         if hook is before_forward:
             del backbone._forward_pre_hooks[key]
             backbone._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(backbone._forward_hooks.items()):
+        if hook is after_forward:
+            del backbone._forward_hooks[key]
+            backbone._forward_hooks_with_kwargs.pop(key, None)

@@ -11,10 +11,11 @@ be predicted from another document.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,16 +85,31 @@ def causal_lm_forward(self: Any, family: Family, original: Callable[..., Any], *
     """`ForCausalLM.forward` with our loss."""
     site = self.__dict__[registry.PLAN]
     kwargs.update(zip(_positional_names(original), args, strict=False))
-    if kwargs.get("labels") is None:
-        kwargs.pop("return_logits", None)
-        return original(self, **kwargs)
-    reason = _stock_reason(self, site, kwargs)
-    if reason is not None:
+    reason = None
+    if kwargs.get("labels") is not None:
+        reason = _stock_reason(self, site, kwargs)
+        if reason is None:
+            site.ran_fast()
+            with _padding_kept(self) if kwargs.get("return_logits") else contextlib.nullcontext():
+                return _forward(self, site, kwargs)
         site.ran_stock(reason)
-        kwargs.pop("return_logits", None)
+    kwargs.pop("return_logits", None)
+    with _padding_kept(self):
         return original(self, **kwargs)
-    site.ran_fast()
-    return _forward(self, site, kwargs)
+
+
+@contextlib.contextmanager
+def _padding_kept(model: Any) -> Iterator[None]:
+    """The backbone runs padding inside: who reads logits may read those of pads (ORPO logs the mean of them all)."""
+    site = registry.site_of(getattr(model, model.base_model_prefix))
+    if site is None:
+        yield
+        return
+    wanted, site.padding_free = site.padding_free, False
+    try:
+        yield
+    finally:
+        site.padding_free = wanted
 
 
 @functools.cache
@@ -162,7 +178,8 @@ def causal_lm_loss(hidden: Tensor, head: nn.Module, kwargs: dict[str, Any], site
     Args:
         hidden: `[batch, sequence, hidden]`.
         head: the output embedding, a plain linear layer.
-        kwargs: the model call's keywords: labels, shift_labels, num_items_in_batch, position_ids, attention_mask.
+        kwargs: the model call's keywords: labels, shift_labels, num_items_in_batch, position_ids, attention_mask,
+            cu_seq_lens_q.
         site: the loss's plan: counts batches without a counted label.
 
     Raises:
@@ -192,13 +209,18 @@ def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
     """`[batch, sequence]`: the label of each position's next token; the last position has none.
 
     Explicit `shift_labels` are used as they are. In packed rows a document's first token is no target: the token before
-    it is another document's. Where that token is a pad (left padding), stock counts the first token, and so do we.
+    it is another document's (`cu_seq_lens_q` and `position_ids` both say where one begins). Where that token is a pad
+    (left padding), stock counts the first token, and so do we.
     """
     shifted = kwargs.get("shift_labels")
     if shifted is not None:
         return shifted  # type: ignore[no-any-return]
     labels: Tensor = kwargs["labels"]
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if isinstance(boundaries, Tensor):
+        starts = boundaries.flatten()[:-1].to(labels.device, torch.long)
+        labels = labels.flatten().index_fill(0, starts, IGNORE_INDEX).view(labels.shape)
     two_dimensional = isinstance(mask, Tensor) and mask.shape == labels.shape
     if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and (mask is None or two_dimensional):
         starts = positions == 0

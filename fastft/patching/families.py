@@ -30,6 +30,8 @@ class Family:
         head_norms: Q and K are normalized over head_dim (`q_norm`, `k_norm`).
         attention_arguments: further keywords its attention passes to the attention interface, as a path from the
             attention module ("sliding_window", "config.sliding_window").
+        masks_by_layer_type: its backbone makes a mask for each of `config.layer_types` (and takes a mapping of them),
+            instead of one for all layers, windowed by `config.sliding_window` where that is set.
     """
 
     model_type: str
@@ -38,6 +40,7 @@ class Family:
     norm_mode: NormMode = "llama"
     head_norms: bool = False
     attention_arguments: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    masks_by_layer_type: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -56,6 +59,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "transformers.models.qwen2.modeling_qwen2",
                 "Qwen2",
                 attention_arguments=MappingProxyType({"sliding_window": "sliding_window"}),
+                masks_by_layer_type=True,
             ),
             Family(
                 "qwen3",
@@ -63,6 +67,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Qwen3",
                 head_norms=True,
                 attention_arguments=MappingProxyType({"sliding_window": "sliding_window"}),
+                masks_by_layer_type=True,
             ),
         )
     }

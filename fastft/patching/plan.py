@@ -47,6 +47,7 @@ def patch(
     memory_levels: str | Sequence[str] | Mapping[int, str] | None = None,
     cuda_graphs: bool | None = None,
     approximations: Sequence[str] | None = None,
+    padding_free: bool | None = None,
 ) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
@@ -71,6 +72,8 @@ def patch(
             product with P − Y leaves out tokens whose probability is below 2⁻¹⁶ in 256 rows).
             docs/approximations.md has the measured errors. None keeps what an earlier `patch` said (at first none); ()
             switches all off.
+        padding_free: False runs the layers over a padded training batch as it is; True leaves the padding out where
+            nobody can see it. None keeps what an earlier `patch` said (at first True).
 
     Returns:
         `model`.
@@ -103,6 +106,8 @@ def patch(
     assert body_site is not None
     if max_seq_length is not None:
         body_site.max_seq_length = max_seq_length
+    if padding_free is not None:
+        body_site.padding_free = padding_free
     backbone.install(body)
     bitsandbytes.repair_on_cpu(inner)
     if memory_budget is not None:

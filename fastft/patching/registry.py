@@ -48,6 +48,9 @@ class Site:
         fold_adapters: whether s·B·A is added to dequantized weights (on a decoder layer's site).
         skip_probabilities: whether G W leaves out columns of small probabilities (on the loss's site).
         whole_product: why the last training loss left none out all the same, or None.
+        padding_free: whether padding may be left out in training (on the backbone's site).
+        tokens_padded: tokens of the padded batches whose padding was left out, pads included (on the backbone's site).
+        tokens_real: the same without pads.
         memory: budget and plans (on the backbone's site): patching/size_plans.py.
     """
 
@@ -70,6 +73,9 @@ class Site:
     fold_adapters: bool = False
     skip_probabilities: bool = False
     whole_product: str | None = None
+    padding_free: bool = True
+    tokens_padded: int = 0
+    tokens_real: int = 0
     memory: Any = None
 
     def skipped_columns(self, whole_product: str | None) -> None:

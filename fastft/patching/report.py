@@ -146,6 +146,12 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
     chosen = approximations.summary([site for site, _ in found])
     if chosen is not None:
         notes.append(chosen)
+    padded, real = (sum(getattr(site, name) for site, _ in found) for name in ("tokens_padded", "tokens_real"))
+    if padded:
+        notes.append(
+            f"padding-free: {1 - real / padded:.0%} of {padded:,} tokens in padded training batches were padding and "
+            "did not run (fastft.patch(model, padding_free=False) runs them)"
+        )
     empty = sum(site.empty_batches for site, _ in found)
     if empty:
         notes.append(f"{empty} batches had no supervised token and added 0 to the loss")

@@ -1417,4 +1417,106 @@ _SKIPPED_COLUMNS = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS)
+_DOCUMENTS = "tests/patching/test_documents.py::test_"
+_PACKED = f"{_DOCUMENTS}a_packed_loss_is_the_token_weighted_mean_of_separate_ones_c27_c28"
+
+_PACKING = [
+    *_faults(
+        "kernels/document_attention.py",
+        "tests/kernels/test_document_attention.py::test_",
+        [
+            (
+                "equals_one_mask_over_the_row[1-2-4]",
+                "a window one token too wide",
+                "causal & (columns > rows - window)",
+                "causal & (columns >= rows - window)",
+            ),
+            (
+                "varlen_gets_the_boundaries_and_the_window[4-newest]",
+                "varlen's window counts the query itself",
+                "-1 if window is None else window - 1, 0",
+                "-1 if window is None else window, 0",
+            ),
+            (
+                "equals_one_mask_over_the_row[1-2-None]",
+                "tokens brought back from the wrong bucket",
+                "filled += index.numel()",
+                "filled += int(inside.sum())",
+            ),
+            (
+                "equals_one_mask_over_the_row[1-2-None]",
+                "attention to the padding that follows",
+                "attn_mask=mask, is_causal=mask is None",
+                "attn_mask=mask, is_causal=False",
+            ),
+            (
+                "starts_become_documents",
+                "a row that goes on in the next",
+                "starts[:, 0] = True",
+                "starts[0, 0] = True",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/documents.py",
+        _DOCUMENTS,
+        [
+            (
+                f"{_PACKED}[1-all-ones mask-sdpa]",
+                "an all-ones mask hides the documents",
+                "    if mask is not None:\n        # The mask's",
+                "    if mask is not None:\n        return None\n        # The mask's",
+            ),
+            (
+                f"{_PACKED}[2-positions-flash_x]",
+                "flash is told of the first row's documents alone",
+                "ends = documents.boundaries\n        kwargs",
+                "ends = documents.boundaries[: len(documents.lengths) // documents.rows + 1]\n        kwargs",
+            ),
+            (
+                "windows_hold_inside_documents[qwen2-sdpa]",
+                "a sliding layer gets the full mask",
+                'masks["sliding_attention"] = DocumentMask(documents, window, padding)',
+                'masks["sliding_attention"] = DocumentMask(documents, None, padding)',
+            ),
+            (
+                "padding_left_out_changes_no_loss_and_no_gradient_c26[left-llama]",
+                "rows of a padded batch see each other",
+                "lengths = tuple(n for n in real.sum(1).tolist() if n)",
+                "lengths = (len(tokens),)",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/causal_lm.py",
+        _DOCUMENTS,
+        [
+            (
+                f"{_PACKED}[1-boundaries alone-sdpa]",
+                "the first token of a document stays a target",
+                "labels.flatten().index_fill(0, starts, IGNORE_INDEX)",
+                "labels.flatten()",
+            ),
+            (
+                "padding_runs_where_somebody_could_see_it[logits]",
+                "logits of pads that nobody computed",
+                "wanted, site.padding_free = site.padding_free, False",
+                "wanted = site.padding_free",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/backbone.py",
+        _DOCUMENTS,
+        [
+            (
+                "padding_runs_where_somebody_could_see_it[evaluation]",
+                "padding left out in evaluation",
+                "if not site.padding_free or not module.training or",
+                "if not site.padding_free or",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS, *_PACKING)
