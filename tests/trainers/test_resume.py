@@ -15,8 +15,11 @@ from tests.trainers.harness import Build, Log
 
 
 def train(make: Build, folder: pathlib.Path, resume: pathlib.Path | None = None) -> tuple[Log, dict[str, torch.Tensor]]:
-    """One run of a fresh planned model: its losses by step, and the trained weights."""
-    model: Any = fastft.patch(support.add_lora(support.build_model()))
+    """One run of a planned model: its losses by step, and the trained weights.
+
+    A model that resumes starts with other adapters: what it ends with must have come from the checkpoint.
+    """
+    model: Any = fastft.patch(support.add_lora(support.build_model(), seed=1 if resume is None else 2))
     trainer = make(model, folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
