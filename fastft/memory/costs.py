@@ -17,16 +17,17 @@ floating-point operations: only ratios matter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastft.autograd.mlp_half import tile_rows
 from fastft.memory.planner import LevelCost
 
-__all__ = ["LayerShape", "StepCosts", "step_costs"]
+__all__ = ["LayerShape", "StepCosts", "step_costs", "without_graphs"]
 
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
 _HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
+_EAGER_OPERATIONS = 2e12  # where graphs pay, a layer that runs without one costs the host 3 milliseconds more
 _TILE_OPERATIONS = 3e10  # a further tile of the MLP costs a layer 50 microseconds: launches, products' last waves
 _HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
 
@@ -153,3 +154,9 @@ def step_costs(
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
     forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
     return StepCosts(levels, forward_working, loss_working, forward_operations)
+
+
+def without_graphs(costs: StepCosts, level: str) -> StepCosts:
+    """The same, where all layers but those at `level` are replayed from CUDA graphs."""
+    eager = costs.levels[level]
+    return replace(costs, levels=costs.levels | {level: replace(eager, seconds=eager.seconds + _EAGER_OPERATIONS)})

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
-from fastft.memory.costs import StepCosts
+from fastft.memory.costs import StepCosts, without_graphs
 from fastft.memory.graphs import SHARED_STREAMS, pays
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry
@@ -111,8 +111,10 @@ def plan_for(
         if costs is None:
             return None
         start, gradients = _start(backbone, memory, allocated)
-        if graphs and graphs_kept is None and device.type == "cuda" and pays(costs[0].forward_operations, device):
-            start += _graph_buffers(backbone, layers[0], tokens)
+        if graphs and device.type == "cuda" and pays(costs[0].forward_operations, device):
+            costs = tuple(without_graphs(one, "offload") for one in costs)
+            if graphs_kept is None:
+                start += _graph_buffers(backbone, layers[0], tokens)
         plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
         # The plan of an extraordinary step (a second graph is alive) is not remembered.
         if known is None or known.start < 0 or known.start >= start:

@@ -15,8 +15,8 @@ from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
 from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import LayerShape, StepCosts, step_costs
-from fastft.memory.planner import LEVELS
+from fastft.memory.costs import LayerShape, StepCosts, step_costs, without_graphs
+from fastft.memory.planner import LEVELS, make_plan
 from fastft.patching import layer_costs, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
@@ -282,6 +282,42 @@ def test_small_tiles_take_less_memory_and_more_time() -> None:
     assert usual.levels["recompute"].working - compact.levels["recompute"].working == saved_by_tiles
     assert compact.forward_working < usual.forward_working
     assert costs(LLAMA_8B, 2048, compact=True) == costs(LLAMA_8B, 2048)  # one tile in any case
+
+
+def test_small_tiles_rather_than_layers_without_their_graphs() -> None:
+    """A 1B model at 2 × 2048 tokens and 1.84 GiB: offload cannot be captured, small tiles can."""
+    shape = replace(
+        LLAMA_8B,
+        hidden=2048,
+        query=2048,
+        key_value=512,
+        intermediate=8192,
+        qkv_rank=48,
+        output_rank=16,
+        gate_up_rank=32,
+        down_rank=16,
+    )
+    logits = 1024 * 128256 * 2
+    given: dict[str, Any] = {"longest": 2048, "vocabulary": 128256, "loss_chunk": logits}
+    plans = []
+    for compact in (False, True):
+        eager = costs(shape, 4096, compact=compact, **given)
+        for found in (eager, without_graphs(eager, "offload")):
+            plans.append(
+                make_plan(
+                    layers=16,
+                    costs=found.levels,
+                    base=1_286_000_000,
+                    forward_working=found.forward_working,
+                    loss_working=found.loss_working,
+                    budget=1_975_000_000,
+                )
+            )
+    usual, usual_with_graphs, _, small_with_graphs = plans
+    assert usual.levels.count("offload") == usual_with_graphs.levels.count("offload") == 2
+    assert usual_with_graphs.seconds == usual.seconds + 2 * 2e12
+    assert "offload" not in small_with_graphs.levels
+    assert small_with_graphs.seconds < usual_with_graphs.seconds
 
 
 def test_attention_costs_more_for_longer_rows() -> None:
