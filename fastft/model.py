@@ -30,6 +30,7 @@ from fastft.patching.plan import inner_model, patch
 from fastft.saving.methods import bind
 
 if TYPE_CHECKING:
+    from fastft.saving.gguf_file import SavedGguf
     from fastft.saving.merged import SavedModel
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
@@ -238,6 +239,20 @@ class FastModel:
         from fastft.saving.merged import save_merged
 
         return save_merged(model, tokenizer, folder, base=base, dtype=dtype, max_shard_size=max_shard_size)
+
+    @staticmethod
+    def save_gguf(
+        model: Any,
+        tokenizer: Any,
+        folder: str | os.PathLike[str],
+        *,
+        quantization: str = "q8_0",
+        **merge_options: Any,
+    ) -> SavedGguf:
+        """See `fastft.saving.gguf_file.save_gguf`; `model.save_pretrained_gguf(folder, tokenizer)` is the same."""
+        from fastft.saving.gguf_file import save_gguf
+
+        return save_gguf(model, tokenizer, folder, quantization=quantization, **merge_options)
 
     @staticmethod
     def save_adapter(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> Path:

@@ -15,7 +15,7 @@ __all__ = ["bind"]
 
 def bind(model: Any) -> Any:
     """Give `model` its saving methods; returns it."""
-    for function in (save_pretrained_merged, push_to_hub_merged):
+    for function in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf):
         model.__dict__[function.__name__] = partial(function, model)
     return model
 
@@ -34,3 +34,12 @@ def push_to_hub_merged(model: Any, repo_id: str, tokenizer: Any = None, **option
     from fastft.saving.hub import push_merged
 
     return push_merged(model, tokenizer, repo_id, **options)
+
+
+def save_pretrained_gguf(
+    model: Any, save_directory: str | os.PathLike[str], tokenizer: Any, quantization: str = "q8_0", **options: Any
+) -> Any:
+    """`fastft.saving.gguf_file.save_gguf(model, tokenizer, save_directory, quantization=quantization, **options)`."""
+    from fastft.saving.gguf_file import save_gguf
+
+    return save_gguf(model, tokenizer, save_directory, quantization=quantization, **options)

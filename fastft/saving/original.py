@@ -47,7 +47,7 @@ class OriginalCheckpoint:
         else:
             raise FileNotFoundError(f"base='original': {self.folder} holds no model.safetensors. Use base='dequantized'.")
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """One tensor, on the CPU.
 
         Raises:
@@ -59,7 +59,7 @@ class OriginalCheckpoint:
             raise ValueError(f"base='original': {self.folder} has no tensor {name!r}. Use base='dequantized'.")
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             raise ValueError(
                 f"base='original': {name} is {tuple(tensor.shape)} in {self.folder}, and {shape} in the live model: it is "
                 "not the checkpoint this model came from. Use base='dequantized'."
