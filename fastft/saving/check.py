@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fastft.patching.bitsandbytes import is_linear4bit
 from fastft.patching.registry import stock_only
 
-__all__ = ["LiveAnswers", "SaveCheckError", "allowed_difference", "live_answers", "reload_answers", "relative"]
+__all__ = ["LiveAnswers", "SaveCheckError", "allowed_difference", "live_answers", "relative", "reload_answers"]
 
 
 class SaveCheckError(RuntimeError):
@@ -143,7 +143,11 @@ def reload_answers(folder: Path, model_class: Any, config: Any, dtype: torch.dty
             )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise SaveCheckError(f"the written checkpoint does not load: {error}") from error
-    wrong = {kind: sorted(map(str, found[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found.get(kind)}
+    wrong = {
+        kind: sorted(map(str, found[kind]))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if found.get(kind)
+    }
     if wrong:
         raise SaveCheckError(f"the written checkpoint does not fit its own model: {wrong}")
     with torch.no_grad(), stock_only():

@@ -2,8 +2,8 @@
 
 The live model is only read. PEFT's own `merge()` works in place and, over 4-bit weights, quantizes the sum again, which
 loses about half of an adapter; here a copy of one weight at a time is made dense and the update added to it. What the
-base is can be chosen: the weight that training saw (4 bits made dense, rounded to the dtype the layer computes with), or
-the tensor of the original checkpoint, given as `base`.
+base is can be chosen: the weight that training saw (4 bits made dense, rounded to the dtype the layer computes with),
+or the tensor of the original checkpoint, given as `base`.
 
 The update is what PEFT's forward computes at this moment, adapter after adapter in their active order:
 
@@ -152,9 +152,7 @@ def _with_lora(layer: Any, name: str, base: Tensor) -> Tensor:
             raise ValueError(
                 f"{name}: the adapter {adapter!r} is a {kind}, which cannot be folded here (LoRA, rsLoRA and DoRA can)."
             )
-        if getattr(layer.lora_B[adapter] if adapter in layer.lora_B else None, "bias", None) is not None and (
-            getattr(base_module(layer), "bias", None) is None
-        ):
+        if _trained_bias(layer, adapter) is not None and getattr(base_module(layer), "bias", None) is None:
             raise ValueError(
                 f"{name}: the adapter {adapter!r} trains a bias (lora_bias=True) and the layer it is on has none, so "
                 "there is nothing in the plain model to fold it into. Save the adapter instead."
@@ -192,9 +190,14 @@ def _update(layer: Any, adapter: str, name: str) -> Tensor:
     return layer.get_delta_weight(adapter).detach().float()  # type: ignore[no-any-return]  # a convolution
 
 
+def _trained_bias(layer: Any, adapter: str) -> Tensor | None:
+    """The bias beside B, which `lora_bias=True` trains."""
+    return getattr(layer.lora_B[adapter], "bias", None) if adapter in layer.lora_B else None
+
+
 def _with_lora_bias(layer: Any, bias: Tensor) -> Tensor:
     for adapter in _active(layer):
-        trained = getattr(layer.lora_B[adapter], "bias", None) if adapter in layer.lora_B else None
+        trained = _trained_bias(layer, adapter)
         if trained is not None:
             bias = bias + layer.scaling[adapter] * trained.detach().to(bias)
     return bias
@@ -226,6 +229,6 @@ def _changes(layer: Any) -> bool:
         a = layer.lora_A[adapter].weight if adapter in layer.lora_A else layer.lora_embedding_A[adapter]
         if bool(b.any()) and bool(a.any()):
             return True
-        if adapter in layer.lora_B and getattr(layer.lora_B[adapter], "bias", None) is not None:
+        if _trained_bias(layer, adapter) is not None:
             return True
     return False

@@ -49,8 +49,8 @@ def check_target(folder: str | os.PathLike[str], *sources: str | None) -> Path:
     for source in sources:
         if source and Path(source).is_dir() and Path(source).resolve() == path.resolve():
             raise ValueError(
-                f"{path} is the folder that this model was loaded from. Saving there would replace the base checkpoint; "
-                "choose another folder."
+                f"{path} is the folder that this model was loaded from. Saving there would replace it; choose "
+                "another folder."
             )
     here = Path.cwd().resolve()
     if path.resolve() in (here, *here.parents):
@@ -93,7 +93,9 @@ def replacing(path: Path, needed_bytes: int) -> Iterator[Path]:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise OSError(errno.ENOSPC, f"the disk became full while saving to {path}; what was there before is as it was") from error
+            raise OSError(
+                errno.ENOSPC, f"the disk became full while saving to {path}; what was there before is as it was"
+            ) from error
         _publish(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""Saving as GGUF, for llama.cpp and what is built on it: a checked merged checkpoint first, then the file made from it.
+"""Saving as GGUF, for llama.cpp and what is built on it: a checked merged checkpoint, then the file made from it.
 
-The container, the tensors' names and the quantizers of the block formats are the `gguf` library's (its quantizers follow
-llama.cpp's bit by bit). Tensors go through one at a time, so memory holds one of them and not the model. The file is
-written under a temporary name beside its place, read back, every tensor made dense again and compared with the
+The container, the tensors' names and the quantizers of the block formats are the `gguf` library's (its quantizers
+follow llama.cpp's bit by bit). Tensors go through one at a time, so memory holds one of them and not the model. The
+file is written under a temporary name beside its place, read back, every tensor made dense again and compared with the
 checkpoint's, and only then renamed. If anything fails the 16-bit checkpoint stays whole and no partial file is left.
 
-Vectors (norms, biases) stay float32. A matrix whose rows are not whole blocks is stored in f16. In the 4- and 5-bit types
-the output matrix, which costs quality most, is q8_0 (and so is the embedding where the two are one).
+Vectors (norms, biases) stay float32. A matrix whose rows are not whole blocks is stored in f16. In the 4- and 5-bit
+types the output matrix, which costs quality most, is q8_0 (and so is the embedding where the two are one).
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def save_gguf(
         largest = _compare(partial, checkpoint, config)
         os.rename(partial, file)
     except OSError as error:
-        raise OSError(error.errno, f"writing {file} failed: {error}. The merged checkpoint beside it is whole") from error
+        raise OSError(
+            error.errno, f"writing {file} failed: {error}. The merged checkpoint beside it is whole"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
     return SavedGguf(file, write_modelfile(file, tokenizer), merged, largest)
@@ -130,7 +132,9 @@ def _tensors(checkpoint: OriginalCheckpoint, config: Any) -> Iterator[tuple[str,
     for name in sorted(checkpoint.files, key=_layer_order):
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise ValueError(f"{name} has no name in GGUF's {architecture!r}: this model is not a plain one of its family.")
+            raise ValueError(
+                f"{name} has no name in GGUF's {architecture!r}: this model is not a plain one of its family."
+            )
         yield target, reordered(name, checkpoint.tensor(name), config)
 
 
@@ -153,7 +157,13 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> Any:
 
 
 def _write(
-    file: Path, checkpoint: OriginalCheckpoint, config: Any, vocabulary: Vocabulary, tokenizer: Any, inner: Any, kind: str
+    file: Path,
+    checkpoint: OriginalCheckpoint,
+    config: Any,
+    vocabulary: Vocabulary,
+    tokenizer: Any,
+    inner: Any,
+    kind: str,
 ) -> None:
     import gguf
 

@@ -1,8 +1,9 @@
 """What a GGUF says about a model of a supported family, and how its tensors lie there.
 
-Names come from the `gguf` library's own map. Two things are not in it. llama.cpp's "llama" architecture (Llama, Mistral)
-rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered head by head. And Llama
-3's RoPE scaling is not a rule in GGUF but a tensor, `rope_freqs.weight`: by how much each frequency is divided.
+Names come from the `gguf` library's own map. Two things are not in it. llama.cpp's "llama" architecture (Llama,
+Mistral) rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered head by
+head. And Llama 3's RoPE scaling is not a rule in GGUF but a tensor, `rope_freqs.weight`: by how much each frequency is
+divided.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["ARCHITECTURES", "add_metadata", "frequency_divisors", "require_architecture", "reordered"]
+__all__ = ["ARCHITECTURES", "add_metadata", "frequency_divisors", "reordered", "require_architecture"]
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
@@ -28,12 +29,14 @@ def require_architecture(config: Any) -> str:
     name = ARCHITECTURES.get(config.model_type)
     if name is None:
         raise ValueError(
-            f"model_type {config.model_type!r} cannot be written as GGUF here (known: {', '.join(ARCHITECTURES)}). Save "
-            "merged, and convert with llama.cpp."
+            f"model_type {config.model_type!r} cannot be written as GGUF here (known: {', '.join(ARCHITECTURES)}). "
+            "Save merged, and convert with llama.cpp."
         )
     kind = _rope(config).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
-        raise ValueError(f"RoPE scaling {kind!r} cannot be written as GGUF here (default, linear, yarn and llama3 can).")
+        raise ValueError(
+            f"RoPE scaling {kind!r} cannot be written as GGUF here (default, linear, yarn and llama3 can)."
+        )
     if getattr(config, "mlp_bias", False) and name == "llama":
         raise ValueError("biases in the MLP (mlp_bias=True) cannot be written as GGUF here. Save merged instead.")
     return name

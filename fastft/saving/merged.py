@@ -1,4 +1,4 @@
-"""Saving merged: the adapters folded into plain weights, as a checkpoint that transformers loads without fastft or PEFT.
+"""Saving merged: adapters folded into plain weights, a checkpoint that transformers loads without fastft or PEFT.
 
 The order is what makes it safe. Everything that can be refused is refused before a byte is written; the checkpoint is
 written beside its place; it is loaded again and compared with the live model; only then does it take its place. So a
@@ -109,8 +109,8 @@ def save_merged(
     changes = adapter_changes(inner)
     if changes is False:
         raise ValueError(
-            "The adapters change nothing: they are disabled, or not trained (B is zero). Saved merged, this would be the "
-            "base model. Train or load them, set_adapter the right one, or save the base itself with model.unload()."
+            "The adapters change nothing: they are disabled, or not trained (B is zero). Saved merged, this would be "
+            "the base model. Train or load them, set_adapter the right one, or save the base: model.unload()."
         )
     original = OriginalCheckpoint(source) if base == "original" else None
     if original is not None and path.exists() and path.resolve() == original.folder.resolve():
@@ -185,7 +185,7 @@ def _checked(
         raise SaveCheckError(
             f"the written checkpoint is not the live model: its logits differ by {difference:.3g} of their size, and "
             f"rounding to {dtype} allows {allowed:.3g} (the adapters' own effect is {effect}). Nothing was saved to "
-            f"{path}. Please report this with fastft.report(model); until then save the adapter (model.save_pretrained)."
+            f"{path}. Please report this with fastft.report(model); until then save the adapter alone."
         )
     if not exact and original is not None and effect is not None and effect > allowed:
         plain = reload_answers(original.folder, layout.model_class, inner.config, dtype, live.tokens)

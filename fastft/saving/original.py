@@ -1,4 +1,4 @@
-"""Tensors of the 16-bit checkpoint that a quantized model was made from, read one at a time and never from the network."""
+"""Tensors of the 16-bit checkpoint that a quantized model was made from, read one at a time, never over the network."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class OriginalCheckpoint:
             with safe_open(self.folder / "model.safetensors", framework="pt") as file:
                 self.files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
-            raise FileNotFoundError(f"base='original': {self.folder} holds no model.safetensors. Use base='dequantized'.")
+            raise FileNotFoundError(
+                f"base='original': {self.folder} holds no model.safetensors. Use base='dequantized'."
+            )
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """One tensor, on the CPU.
@@ -61,8 +63,8 @@ class OriginalCheckpoint:
             tensor: Tensor = file.get_tensor(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise ValueError(
-                f"base='original': {name} is {tuple(tensor.shape)} in {self.folder}, and {shape} in the live model: it is "
-                "not the checkpoint this model came from. Use base='dequantized'."
+                f"base='original': {name} is {tuple(tensor.shape)} in {self.folder}, and {shape} in the live model: it "
+                "is not the checkpoint this model came from. Use base='dequantized'."
             )
         return tensor
 

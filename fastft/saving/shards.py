@@ -76,9 +76,7 @@ def write_shards(
 
 
 @torch.no_grad()
-def _saved(
-    inner: Any, name: str, planned: Tensor, original: OriginalCheckpoint | None, survival: Survival
-) -> Tensor:
+def _saved(inner: Any, name: str, planned: Tensor, original: OriginalCheckpoint | None, survival: Survival) -> Tensor:
     module, attribute = owner(inner, name)
     replacement = None
     if original is not None and attribute == "weight" and is_quantized(module):

@@ -1,10 +1,10 @@
 """A Hugging Face tokenizer as GGUF metadata: the tokens, their kinds, the merges, and how text is split before them.
 
 Two kinds of tokenizer can be written. Byte-level BPE (GPT-2's descendants) needs, beside its merges, the *name* of its
-pre-tokenizer: llama.cpp has the split rules built in and a file only names them. The name is found from the rule itself,
-never from the model's: a tokenizer whose rule is not in the table is refused, since a wrong name gives wrong ids on some
-texts and no error. BPE over characters with byte fallback (SentencePiece's, as Llama 2 and Mistral have it) is written as
-"llama"; its merges become scores, the first merge the highest, so that the greedy order is the same.
+pre-tokenizer: llama.cpp has the split rules built in and a file only names them. The name is found from the rule
+itself, never from the model's: a tokenizer whose rule is not in the table is refused, since a wrong name gives wrong
+ids on some texts and no error. BPE over characters with byte fallback (SentencePiece's, as Llama 2 and Mistral have it)
+is written as "llama"; its merges become scores, the first merge the highest, so that the greedy order is the same.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def _sentencepiece(spec: dict[str, Any], tokens: list[str], kinds: list[int], me
             kinds[index] = _BYTE
         elif token == spec["model"].get("unk_token"):
             kinds[index] = _UNKNOWN
-    scores = [rank.get(token, -float(len(merges)) if kinds[index] == _NORMAL else 0.0) for index, token in enumerate(tokens)]
+    scores = [
+        rank.get(token, -float(len(merges)) if kinds[index] == _NORMAL else 0.0) for index, token in enumerate(tokens)
+    ]
     rules = json.dumps([spec.get("normalizer"), spec.get("pre_tokenizer")])
     prefix = '"Prepend"' in rules or '"prepend_scheme": "always"' in rules or '"prepend_scheme": "first"' in rules
     return Vocabulary("llama", "default", tokens, kinds, scores=scores, add_space_prefix=prefix)
@@ -128,6 +130,6 @@ def _split_name(spec: dict[str, Any]) -> str:
                 return name
     raise ValueError(
         f"this tokenizer splits text by a rule that has no known name in GGUF ({json.dumps(rule)[:300]}, normalizer "
-        f"{spec.get('normalizer')}). A wrong name would give wrong tokens without an error, so nothing is written; save "
-        "merged, and convert with llama.cpp, which may know it."
+        f"{spec.get('normalizer')}). A wrong name would give wrong tokens without an error, so nothing is written; "
+        "save merged, and convert with llama.cpp, which may know it."
     )

@@ -1,4 +1,4 @@
-"""Merged saves: the files answer as the live model, for every load mode and LoRA option, and the model stays as it was."""
+"""Merged saves: the files answer as the live model, for each load mode and LoRA option; the model stays as it was."""
 
 from __future__ import annotations
 
@@ -233,7 +233,9 @@ def test_a_wrong_fold_is_an_error_and_leaves_nothing(tmp_path: pathlib.Path, mon
 
     def wrong(module: Any, attribute: str, name: str, **options: Any) -> Any:
         base, folded = stock(module, attribute, name, **options)
-        return (base, base + 1.1 * (folded - base)) if name == "model.layers.1.self_attn.v_proj.weight" else (base, folded)
+        return (
+            (base, base + 1.1 * (folded - base)) if name == "model.layers.1.self_attn.v_proj.weight" else (base, folded)
+        )
 
     monkeypatch.setattr(shards, "fold", wrong)
     with pytest.raises(SaveCheckError, match="is not the live model"):

@@ -49,7 +49,9 @@ def sentencepiece_like() -> Any:
     tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *letters, *("".join(merge) for merge in merges)]
     tokens = list(dict.fromkeys(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
