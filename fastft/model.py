@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +27,11 @@ from fastft.loading.dtype import choose_dtype
 from fastft.loading.gguf import dequantized_folder
 from fastft.loading.source import HUB_OPTIONS, Source, adapter_base, has_tokenizer, resolve_source
 from fastft.patching.plan import inner_model, patch
+from fastft.saving.methods import bind
+
+if TYPE_CHECKING:
+    from fastft.saving.gguf_file import SavedGguf
+    from fastft.saving.merged import SavedModel
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
 
@@ -134,7 +140,7 @@ class FastModel:
         note_native_window(config, max_seq_length)
         if adapter is not None:
             model = _with_adapter(model, adapter)
-        return patch(model, strict=strict, max_seq_length=max_seq_length), tokenizer
+        return bind(patch(model, strict=strict, max_seq_length=max_seq_length)), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -217,7 +223,43 @@ class FastModel:
         if level != "keep" or memory_levels is not None:  # after planning: planned layers take it up as their level
             enable_checkpointing(model)
         compile_ahead(model)
-        return model
+        return bind(model)
+
+    @staticmethod
+    def save_merged(
+        model: Any,
+        tokenizer: Any,
+        folder: str | os.PathLike[str],
+        *,
+        base: Literal["dequantized", "original"] = "dequantized",
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> SavedModel:
+        """See `fastft.saving.merged.save_merged`; `model.save_pretrained_merged(folder, tokenizer)` is the same."""
+        from fastft.saving.merged import save_merged
+
+        return save_merged(model, tokenizer, folder, base=base, dtype=dtype, max_shard_size=max_shard_size)
+
+    @staticmethod
+    def save_gguf(
+        model: Any,
+        tokenizer: Any,
+        folder: str | os.PathLike[str],
+        *,
+        quantization: str = "q8_0",
+        **merge_options: Any,
+    ) -> SavedGguf:
+        """See `fastft.saving.gguf_file.save_gguf`; `model.save_pretrained_gguf(folder, tokenizer)` is the same."""
+        from fastft.saving.gguf_file import save_gguf
+
+        return save_gguf(model, tokenizer, folder, quantization=quantization, **merge_options)
+
+    @staticmethod
+    def save_adapter(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> Path:
+        """See `fastft.saving.adapter.save_adapter`: PEFT's own files, read back and compared, and the tokenizer."""
+        from fastft.saving.adapter import save_adapter
+
+        return save_adapter(model, tokenizer, folder)
 
 
 FastLanguageModel = FastModel  # the name that people who come from Unsloth type

@@ -1519,4 +1519,82 @@ _PACKING = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS, *_PACKING)
+_MERGED = "tests/saving/test_merged.py::test_"
+_GGUF = "tests/saving/test_gguf.py::test_"
+
+_SAVING = [
+    *_faults(
+        "saving/fold.py",
+        _MERGED,
+        [
+            (
+                "c47_the_saved_model_answers_as_the_live_one[lora]",
+                "the scale is dropped",
+                "update = (b @ a) * scaling",
+                "update = b @ a",
+            ),
+            (
+                "c47_the_saved_model_answers_as_the_live_one[two_adapters]",
+                "the first active adapter alone",
+                "for adapter in _active(layer):\n        variant",
+                "for adapter in _active(layer)[:1]:\n        variant",
+            ),
+            (
+                "c47_the_saved_model_answers_as_the_live_one[dora_on_embeddings]",
+                "the magnitude of an embedding across its rows",
+                'across = 0 if kind == "DoraEmbeddingVariant" or',
+                "across = 0 if",
+            ),
+            (
+                "c47_the_saved_model_answers_as_the_live_one[lora_bias]",
+                "the scale of a trained bias is dropped",
+                "bias + layer.scaling[adapter] * trained",
+                "bias + trained",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/shards.py",
+        _MERGED,
+        [
+            (
+                "the_original_base_plus_the_update",
+                "the original checkpoint is not read",
+                "base, folded = fold(module, attribute, name, base=replacement)",
+                "base, folded = fold(module, attribute, name)",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/folder.py",
+        "tests/saving/test_folder.py::test_a_failed_save_loses_nothing",
+        [
+            (
+                "[second_rename]",
+                "the first rename is not taken back",
+                "            os.rename(old / path.name, path)\n            raise\n",
+                "            raise\n",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/gguf_model.py",
+        _GGUF,
+        [
+            (
+                "transformers_answers_from_the_file_as_from_the_checkpoint[llama]",
+                "rows of q and k in Hugging Face's order",
+                "return halves.transpose(1, 2).reshape(tensor.shape)",
+                "return halves.reshape(tensor.shape)",
+            ),
+            (
+                "llama3_divisors_are_transformers_own_frequencies",
+                "the smooth share the wrong way around",
+                "1 / ((1 - smooth) / factor + smooth)",
+                "1 / (smooth / factor + (1 - smooth))",
+            ),
+        ],
+    ),
+]
+
+FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS, *_PACKING, *_SAVING)

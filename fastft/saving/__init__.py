@@ -1,0 +1,1 @@
+"""From a trained model to files: adapters, merged checkpoints, GGUF; a save is checked before it takes its place."""
