@@ -258,7 +258,7 @@ CASES: tuple[Case, ...] = (
     Case("kto-adapter", kto()),
     Case("orpo", paired("orpo"), loss="none"),
     Case("cpo", paired("cpo"), loss="none"),
-    Case("grpo", online("grpo", temperature=0.8), layers="generating"),
+    Case("grpo", online("grpo", temperature=0.8), layers="generating", slow=False),
     Case("grpo-greedy", online("grpo", greedy=True, entropy_coef=0.05), family="qwen2", layers="generating"),
     Case("grpo-entropy", online("grpo", beta=0.2, entropy_coef=0.05, cast_lm_head_to_fp32=True), layers="generating"),
     Case("rloo", online("rloo", beta=0.2), layers="generating"),
