@@ -1597,4 +1597,13 @@ _SAVING = [
     ),
 ]
 
-FAULTS: tuple[Fault, ...] = (*_KERNELS, *_AUTOGRAD, *_MEMORY, *_PATCHING, *_DATA, *_SKIPPED_COLUMNS, *_PACKING, *_SAVING)
+FAULTS: tuple[Fault, ...] = (
+    *_KERNELS,
+    *_AUTOGRAD,
+    *_MEMORY,
+    *_PATCHING,
+    *_DATA,
+    *_SKIPPED_COLUMNS,
+    *_PACKING,
+    *_SAVING,
+)
