@@ -11,10 +11,11 @@ bfloat16 bring (docs/approximations.md).
 Columns and not tiles: 64 neighbours in the vocabulary have nothing in common, so nearly every tile has one large entry.
 A column's row of W is contiguous memory, and a gathered row feeds the matrix units as well as the next one does.
 
-Four launches and a sum, all sizes staying on the device: (1) a flag for each block and column; their cumulative sum is each kept
-column's position, its last element their number; (2) the kept columns' numbers, in order; (3) G's kept columns moved to
-the front of their rows, in place, since nobody needs G any more; (4) the product, which reads rows of W through the
-list and runs as far as the number says. Nothing is added up in an order that could vary: two runs are bit-equal.
+Four launches and a sum, all sizes staying on the device: (1) a flag for each block and column; their cumulative sum is
+each kept column's position, its last element their number; (2) the kept columns' numbers, in order; (3) G's kept
+columns moved to the front of their rows, in place, since nobody needs G any more; (4) the product, which reads rows of
+W through the list and runs as far as the number says. Nothing is added up in an order that could vary: two runs are
+bit-equal.
 
 Bytes: G is read once by (1) and, in sectors, nearly once more by (3); its kept part is written once. Gathering G inside
 the product instead would save that pass and repeat it for every tile of the hidden width: 16 passes at a width of 4,096
