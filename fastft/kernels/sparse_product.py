@@ -4,16 +4,18 @@
 
 G = P − Y [rows, vocabulary] is a chunk of logits turned into its own gradient (kernels/cross_entropy.py), W the head
 [vocabulary, hidden], b a block of 256 rows. A trained model puts nearly all of a row's probability on a few tokens, and
-rows of one text much of it on the same ones: of SmolLM2's 49,152 columns a block has 26 % in which any entry passes
-2⁻¹⁶, and what the others add to G · W is of the size of its own rounding to bfloat16 (docs/approximations.md).
+rows of one text much of it on the same ones: of SmolLM2's 49,152 columns a block has 30 % in which any entry passes
+2⁻¹⁶, and what the others add to G · W is twice its own rounding to bfloat16 and a third of the error that logits in
+bfloat16 bring (docs/approximations.md).
 
 Columns and not tiles: 64 neighbours in the vocabulary have nothing in common, so nearly every tile has one large entry.
 A column's row of W is contiguous memory, and a gathered row feeds the matrix units as well as the next one does.
 
-Four launches, all sizes staying on the device: (1) a flag for each block and column; their cumulative sum is each kept
-column's position, its last element their number; (2) the kept columns' numbers, in order; (3) G's kept columns moved to
-the front of their rows, in place, since nobody needs G any more; (4) the product, which reads rows of W through the
-list and runs as far as the number says. Nothing is added up in an order that could vary: two runs are bit-equal.
+Four launches and a sum, all sizes staying on the device: (1) a flag for each block and column; their cumulative sum is
+each kept column's position, its last element their number; (2) the kept columns' numbers, in order; (3) G's kept
+columns moved to the front of their rows, in place, since nobody needs G any more; (4) the product, which reads rows of
+W through the list and runs as far as the number says. Nothing is added up in an order that could vary: two runs are
+bit-equal.
 
 Bytes: G is read once by (1) and, in sectors, nearly once more by (3); its kept part is written once. Gathering G inside
 the product instead would save that pass and repeat it for every tile of the hidden width: 16 passes at a width of 4,096
@@ -53,7 +55,7 @@ class Tile(NamedTuple):
 
 _FLOAT32 = Tile(32, 64, 32, 4, 2)
 # Triton gives the list of columns, which W's addresses wait for, every other stage: five fetch W two steps ahead.
-_PORTABLE = Tile(128, 128, 32, 8, 5)  # 33 KiB of shared memory: consumer cards have 99
+_PORTABLE = Tile(128, 128, 32, 8, 5)  # 33 to 49 KiB of shared memory: consumer cards have 99
 _LARGE = Tile(128, 256, 64, 8, 5)  # 145 KiB
 
 
@@ -76,7 +78,8 @@ def sparse_product(
 
     Args:
         gradient: [rows, vocabulary], 16- or 32-bit float, last dimension contiguous, any row stride. Overwritten, and
-            so are up to seven elements behind a row where the stride leaves room for them.
+            so are up to seven elements behind a row where the stride leaves room for them: the storage must hold that
+            room behind the last row too.
         weight: [vocabulary, hidden], any strides (contiguous rows are fast), any float dtype: cast to `gradient`'s as
             it is read.
         threshold: columns with no |entry| above it in a block of `ROW_BLOCK` rows are left out; at least 0.

@@ -30,10 +30,15 @@ HOPPER_TILES = (  # what the default was chosen from
 )
 
 
+def empty_rows(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """Rows on 128-byte boundaries as the operator's buffer has them, NaN in the padding and everywhere."""
+    stride = -(-vocabulary // 64) * 64
+    return torch.full((rows, stride), float("nan"), dtype=dtype, device="cuda")[:, :vocabulary]
+
+
 def peaked_gradient(rows: int, vocabulary: int, dtype: torch.dtype, kept: float = KEPT) -> Tensor:
     """As the operator's buffer holds it: small everywhere, large in eight rows of `kept` of each block's columns."""
-    stride = -(-vocabulary // 64) * 64
-    gradient = torch.full((rows, stride), float("nan"), dtype=dtype, device="cuda")[:, :vocabulary]
+    gradient = empty_rows(rows, vocabulary, dtype)
     for block in gradient.split(ROW_BLOCK):
         block.copy_((torch.rand(block.shape, device="cuda") * 2 - 1) * THRESHOLD / 2)
         columns = torch.randperm(vocabulary, device="cuda")[: int(kept * vocabulary)]
@@ -65,7 +70,7 @@ def test_as_good_as_cublas_on_the_kept_columns(
     weight = (torch.randn(vocabulary, hidden, device="cuda") * 0.02).to(dtype)
     part = kept_part(gradient)
     reference, stock = part.double() @ weight.double(), part @ weight
-    copy = gradient.clone()
+    copy = empty_rows(rows, vocabulary, dtype).copy_(gradient)
     assert uses_triton(gradient), "this would test the twin"
     outs = [torch.full((rows, hidden), float("nan"), device="cuda", dtype=dtype) for _ in range(2)]
     for source, out in zip((gradient, copy), outs, strict=True):
@@ -108,7 +113,7 @@ def test_through_the_operator(reduction: str) -> None:
 def test_nothing_waits_for_the_device() -> None:
     gradient, weight = peaked_gradient(512, 32003, torch.bfloat16), torch.randn(32003, 512, device="cuda").bfloat16()
     out = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)
-    sparse_product(gradient.clone(), weight, THRESHOLD, out=out)  # compiles
+    sparse_product(empty_rows(512, 32003, torch.bfloat16).copy_(gradient), weight, THRESHOLD, out=out)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         sparse_product(gradient, weight, THRESHOLD, out=out)
