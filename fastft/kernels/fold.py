@@ -7,7 +7,7 @@ dX = dY (W + s·B·A) likewise; dA and dB need X Aᵀ and dY·B as ever.
 What it costs is precision. Joined, the adapter's share meets the base's in the product's fp32 accumulator. Folded, it
 meets W before the rounding to the matrix's dtype, and what is smaller than half a unit in the last place of W (2⁻⁹ of
 it in bfloat16) is lost there, the same way in every step until it has grown. An error of the size of W's own rounding,
-but not a constant one: so folding is asked for, never a default (`fastft.patch(fold_adapters=True)`).
+but not a constant one: so folding is asked for, never a default (`approximations=["fold_adapters"]` of `fastft.patch`).
 
 Bytes: half read and two written an element, as plain dequantization; A and B come from the L2 cache, [64, rank] and
 [rank, 64] for 4,096 elements. Rounding: s·B in float32, then once to the matrix's dtype; A once; their product and W in

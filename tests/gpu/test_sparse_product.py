@@ -23,7 +23,7 @@ CHUNK = 2048
 HOPPER_TILES = (  # what the default was chosen from
     Tile(128, 256, 64, 8, 4),
     Tile(128, 256, 64, 8, 7),
-    Tile(256, 128, 64, 8, 5),
+    Tile(128, 256, 64, 8, 5),
     Tile(128, 128, 64, 8, 5),
     Tile(128, 128, 64, 4, 5),
     Tile(128, 128, 32, 8, 5),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -131,34 +132,43 @@ def nf4_launches(dtype: torch.dtype) -> list[Launch]:
     ]
 
 
-def join_launches(dtype: torch.dtype) -> list[Launch]:
+def joined(
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    columns: int,
+    rank: int,
+    adapter_dtype: torch.dtype = torch.float32,
+    blocksize: int = 64,
+    nested: bool = True,
+    fold: bool = False,
+) -> Callable[[], object]:
     from fastft.kernels.join import Adapter, join
 
-    def call(
-        rows: tuple[int, ...],
-        columns: int,
-        rank: int,
-        adapter_dtype: torch.dtype = torch.float32,
-        blocksize: int = 64,
-        nested: bool = True,
-        fold: bool = False,
-    ) -> Callable[[], object]:
-        def run() -> object:
-            weights = [quantized(count, columns, blocksize, nested, dtype) for count in rows]
-            adapters = [
-                Adapter(meta(rank, columns, dtype=adapter_dtype), meta(count, rank, dtype=adapter_dtype), 2.0)
-                if rank
-                else None
-                for count in rows
-            ]
-            return join(weights, adapters, dtype, fold)
+    def run() -> object:
+        weights = [quantized(count, columns, blocksize, nested, dtype) for count in rows]
+        adapters = [
+            Adapter(meta(rank, columns, dtype=adapter_dtype), meta(count, rank, dtype=adapter_dtype), 2.0)
+            if rank
+            else None
+            for count in rows
+        ]
+        return join(weights, adapters, dtype, fold)
 
-        return run
+    return run
 
+
+def fold_launches(dtype: torch.dtype) -> list[Launch]:
+    """By the kernel of join.py, whose tile it is."""
+    return [
+        Launch("query, key, value", joined(dtype, (4096, 1024, 1024), 4096, 16, fold=True)),
+        Launch("down, rank 128, 16-bit adapters", joined(dtype, (4096,), 14336, 128, dtype, fold=True), wide=False),
+    ]
+
+
+def join_launches(dtype: torch.dtype) -> list[Launch]:
+    call = partial(joined, dtype)
     return [
         Launch("query, key, value of an 8B model", call((4096, 1024, 1024), 4096, 16)),
-        Launch("query, key, value, folded", call((4096, 1024, 1024), 4096, 16, fold=True)),
-        Launch("down, folded, rank 128, 16-bit adapters", call((4096,), 14336, 128, dtype, fold=True), wide=False),
         Launch("gate and up of an 8B model, 16-bit adapters", call((14336, 14336), 4096, 16, dtype)),
         Launch("down of an 8B model, rank 128, not nested", call((4096,), 14336, 128, nested=False)),
         Launch("no adapters", call((2048, 512, 512), 2048, 0)),
@@ -219,6 +229,7 @@ TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "swiglu": swiglu_launches,
     "nf4": nf4_launches,
     "join": join_launches,
+    "fold": fold_launches,
     "cross_entropy": cross_entropy_launches,
     "sparse_product": sparse_product_launches,
 }
