@@ -34,7 +34,7 @@ from fastft.memory.budget import parse_budget
 
 cap = parse_budget(a.cap)
 torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
-model, _ = FastModel.from_pretrained(a.model, load_in_4bit=True, dtype=torch.bfloat16)
+model, _ = FastModel.from_pretrained(a.model, max_seq_length=None, load_in_4bit=True, dtype=torch.bfloat16)
 model = FastModel.get_peft_model(model, r=a.rank, lora_alpha=a.rank, random_state=0)
 model.train()
 opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
