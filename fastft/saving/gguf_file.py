@@ -1,7 +1,6 @@
 """Saving as GGUF, for llama.cpp and what is built on it: a checked merged checkpoint, then the file made from it.
 
-The container, the tensors' names and the quantizers of the block formats are the `gguf` library's (its quantizers
-follow llama.cpp's bit by bit). Tensors go through one at a time, so memory holds one of them and not the model. The
+The container, the tensors' names and the quantizers of the block formats are the `gguf` library's. Tensors go through one at a time, so memory holds one of them and not the model. The
 file is written under a temporary name beside its place, read back, every tensor made dense again and compared with the
 checkpoint's, and only then renamed. If anything fails the 16-bit checkpoint stays whole and no partial file is left.
 

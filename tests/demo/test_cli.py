@@ -103,7 +103,7 @@ def test_an_unknown_model_is_an_error_in_words(tmp_path: pathlib.Path) -> None:
     result = invoke("demo", "--model", tmp_path / "nothing-here", "--output", tmp_path / "out")
     assert result.exit_code == 1
     assert "Error" in result.output
-    assert "nothing-here" in result.output
+    assert "nothing-here" in result.output.replace(" ", "")  # a long temporary path is wrapped anywhere
 
 
 def test_messages_need_a_chat_template(tmp_path: pathlib.Path, tiny_folder: pathlib.Path) -> None:
