@@ -1,8 +1,9 @@
 """Saving as GGUF, for llama.cpp and what is built on it: a checked merged checkpoint, then the file made from it.
 
-The container, the tensors' names and the quantizers of the block formats are the `gguf` library's. Tensors go through one at a time, so memory holds one of them and not the model. The
-file is written under a temporary name beside its place, read back, every tensor made dense again and compared with the
-checkpoint's, and only then renamed. If anything fails the 16-bit checkpoint stays whole and no partial file is left.
+The container, the tensors' names and the quantizers of the block formats are the `gguf` library's. Tensors go through
+one at a time, so memory holds one of them and not the model. The file is written under a temporary name beside its
+place, read back, every tensor made dense again and compared with the checkpoint's, and only then renamed. If anything
+fails the 16-bit checkpoint stays whole and no partial file is left.
 
 Vectors (norms, biases) stay float32. A matrix whose rows are not whole blocks is stored in f16. In the 4- and 5-bit
 types the output matrix, which costs quality most, is q8_0 (and so is the embedding where the two are one).
