@@ -1,6 +1,6 @@
 """What a model may compute with a larger error than stock's, for speed: asked for by name, listed in the report.
 
-Nothing of this kind is ever a default. docs/approximations.md has the error of each, measured on a real loss curve.
+Nothing of this kind is ever a default. docs/approximations.md has the measured error of each.
 """
 
 from __future__ import annotations
