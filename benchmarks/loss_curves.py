@@ -5,10 +5,10 @@ usage: loss_curves.py run MODEL --train FILE.jsonl --test FILE.jsonl --impl stoc
        loss_curves.py plot FOLDER --png FILE
 IMPL: stock | fast | folded | skipped (fast with that approximation, docs/approximations.md).
 
-One run a process. MODEL is a folder, a hub name or a .gguf file; the files hold GSM8K's fields, "question" and "answer". QLoRA
-r=16 on the seven projections over NF4, bfloat16, batches of 8, AdamW 2e-4 falling to nothing; the loss counts answers only.
-A seed decides the adapters' start and the order of the rows; the evaluation is the mean loss over the first rows of the
-test file, in the end. `table` compares the gap between stock and the others with the spread of stock's own seeds.
+One run a process. MODEL is a folder or a hub name; the files hold GSM8K's fields, "question" and "answer". QLoRA r=16
+on the seven projections over NF4, bfloat16, batches of 8, AdamW 2e-4 falling to nothing; the loss counts answers only.
+A seed decides the adapters' start and the order of the rows; the evaluation is the mean loss over the first rows of
+the test file, in the end. `table` compares the gap to stock with the spread of stock's own seeds.
 """
 
 import argparse
@@ -158,7 +158,12 @@ def plot(a: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    for impl, colour in (("stock", "tab:gray"), ("fast", "tab:blue"), ("folded", "tab:orange"), ("skipped", "tab:green")):
+    for impl, colour in (
+        ("stock", "tab:gray"),
+        ("fast", "tab:blue"),
+        ("folded", "tab:orange"),
+        ("skipped", "tab:green"),
+    ):
         for number, (seed, result) in enumerate(sorted(results(a.folder).get(impl, {}).items())):
             losses = result["losses"]
             means = [statistics.mean(losses[max(0, i - 25) : i + 25]) for i in range(0, len(losses), 10)]

@@ -3,11 +3,11 @@
 usage: trainers_step.py TRAINER IMPL MODEL_DIR [--bs 8] [--steps 10] [--out FILE]
 TRAINER: sft-padded | sft-packed | dpo | grpo            IMPL: hf | fastft | unsloth
 
-sft-padded and sft-packed train on the same documents of log-normal lengths (mean 300, sigma 0.6, at most 2,048): batches of
-8 padded to the longest, or rows that bfd packing has filled, as many as make the same most tokens a step; what counts is
-real tokens a second. dpo: pairs of 512 + 512 tokens, the reference is the policy without its adapter. grpo: 8 completions of
-128 random tokens to a prompt of 128, by `generate`, temperature 1, no vLLM. QLoRA r=16 over NF4, bf16, fused AdamW. One
-peer a process, because some patch globally.
+sft-padded and sft-packed train on the same documents of log-normal lengths (mean 300, sigma 0.6, at most 2,048):
+batches of 8 padded to the longest, or rows that bfd packing has filled, as many as make the same most tokens a step;
+what counts is real tokens a second. dpo: pairs of 256 + 256 tokens, the reference is the policy without its adapter.
+grpo: 8 completions of 128 random tokens to a prompt of 128, by `generate`, temperature 1, no vLLM. QLoRA r=16 over NF4,
+bf16, fused AdamW. One peer a process, because some patch globally.
 """
 
 import argparse

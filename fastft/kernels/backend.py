@@ -9,7 +9,8 @@ only one that imports it. Kernel files write `from fastft.kernels.backend import
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -80,9 +81,20 @@ class _SameDevice:
 _SAME_DEVICE = _SameDevice()
 
 
+class _Compiled(NamedTuple):
+    """A compiled kernel, and all that its launcher wants besides grid, stream and arguments."""
+
+    kernel: Any
+    run: Callable[..., Any]  # Triton's launcher, in C
+    function: Any
+    metadata: Any
+    stream_of: Callable[[int], Any]  # the device's current stream
+    constants: tuple[Any, ...]
+
+
 # On AMD Triton also specializes on whether a tensor lies within 2 GiB, which the key of `launch` does not hold.
 _LAUNCHES_DIRECTLY = not _INTERPRETING and torch.version.hip is None
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -91,8 +103,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     Triton's own launch binds the signature, specializes each argument and hashes the result to find the compiled
     kernel. A decoder layer launches some twenty, and at a few thousand tokens the host is what a step waits for. So the
     compiled kernel is remembered here, under a key at least as fine as Triton's (dtype and alignment of tensors; 1,
-    divisibility by 16 and width of integers), and launched directly. Triton's own launch runs in the interpreter and on
-    AMD. Triton's pre-run hooks and debug knobs are seen by a kernel's first launch only.
+    divisibility by 16 and width of integers), and its launcher called directly. Triton's own launch runs in the
+    interpreter, on AMD, and while launch hooks are set (its profiler Proton sets them). Pre-run hooks and debug knobs
+    are seen by a kernel's first launch only.
 
     Args:
         kernel: a `triton.jit` function.
@@ -103,22 +116,40 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if not _LAUNCHES_DIRECTLY:
         kernel[grid](*arguments, **options)
         return
-    key = (kernel, torch.cuda.current_device(), *options.values(), *map(_specialization, arguments))
+    device = torch.cuda.current_device()
+    key = (kernel, device, *options.values(), *map(_specialization, arguments))
     known = _compiled.get(key)
     if known is None:
+        constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
         compiled = kernel[grid](*arguments, **options)
-        _compiled[key] = (compiled, tuple(options[name] for name in kernel.arg_names[len(arguments) :]))
+        stream_of = triton.runtime.driver.active.get_current_stream
+        _compiled[key] = _Compiled(
+            compiled, compiled.run, compiled.function, compiled.packed_metadata, stream_of, constants
+        )
         return
-    compiled, constants = known
-    compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+    compiled, run, function, metadata, stream_of, constants = known
+    x, y, z = (*grid, 1, 1)[:3]
+    if _hooked(triton.knobs.runtime):
+        compiled[x, y, z](*arguments, *constants)
+        return
+    run(x, y, z, stream_of(device), function, metadata, None, None, None, *arguments, *constants)
+
+
+def _hooked(knobs: Any) -> bool:
+    """Whether somebody wants to hear of every launch: a chain of hooks that has any, or a plain one."""
+    hooks = (knobs.launch_enter_hook, knobs.launch_exit_hook)
+    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
 
 
 def _specialization(argument: Any) -> Any:
     """What of an argument Triton may compile for."""
+    kind = type(argument)
+    if kind is int:
+        return argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() & 15
-    if isinstance(argument, int):  # True is a 1 to Python and a u1 to Triton: the type is part of the key
-        return type(argument), argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
     if isinstance(argument, tuple):
         return tuple(map(_specialization, argument))
-    return type(argument)
+    if isinstance(argument, int):  # True is a 1 to Python and a u1 to Triton: the type is part of the key
+        return kind, argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
+    return kind

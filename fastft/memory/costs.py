@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fastft.autograd.mlp_half import tile_rows
 from fastft.memory.planner import LevelCost
 
-__all__ = ["LayerShape", "StepCosts", "step_costs", "without_graphs"]
+__all__ = ["LayerShape", "StepCosts", "step_costs", "with_gradients", "without_graphs"]
 
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
@@ -154,6 +154,12 @@ def step_costs(
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
     forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
     return StepCosts(levels, forward_working, loss_working, forward_operations)
+
+
+def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:
+    """The same with `gradients` bytes that grow while the layers run backward and are not there before."""
+    levels = {level: replace(cost, working=cost.working + gradients) for level, cost in costs.levels.items()}
+    return replace(costs, levels=levels)
 
 
 def without_graphs(costs: StepCosts, level: str) -> StepCosts:

@@ -44,9 +44,10 @@ from fastft.autograd.first_order import first_order
 from fastft.autograd.projection import Projection
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["SHARED_STREAMS", "ModelGraphs", "pays"]
+__all__ = ["CUBLAS_WORKSPACE", "SHARED_STREAMS", "ModelGraphs", "pays"]
 
 SHARED_STREAMS = 3  # buffers as large as the residual stream that a model's graphs share: y, dy, dx
+CUBLAS_WORKSPACE = 32 << 20  # on Hopper, for the stream that captures; older devices take 8 MiB
 _SAME_STEPS = 3  # alike before a capture: the first ones also compile kernels
 _PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
 _RATE_PER_MULTIPROCESSOR = 4.5e12  # operations a second in 16-bit matrix products (H200: 600e12 on 132)

@@ -23,6 +23,7 @@ from fastft.kernels.document_attention import document_attention
 from fastft.patching.documents import DocumentMask
 from fastft.patching.families import Family
 
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 _LENGTH_MULTIPLE = 128
 
 
@@ -88,6 +89,30 @@ def attention_callable(
         return run()
 
     return attention
+
+
+def has_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a layer's keywords bring a cache of keys and values."""
+    return any(kwargs.get(name) is not None for name in CACHE_NAMES)
+
+
+def over_cache(attention: Attention, kwargs: dict[str, Any], layer_index: int, further: dict[str, Any]) -> Attention:
+    """`attention` over all keys and values so far, as transformers' modules call it while generating.
+
+    Args:
+        attention: over keys and values as given.
+        kwargs: the layer's keywords, a transformers `Cache` among them: these keys and values are added to it.
+        layer_index: the layer's place in it.
+        further: the keywords that the attention module would pass on.
+    """
+    name = next(name for name in CACHE_NAMES if kwargs.get(name) is not None)
+    cache, passed = kwargs[name], {"kwargs": further} if name == "cache" else {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = cache.update(key, value, layer_index, **passed)
+        return attention(query, key, value)
+
+    return attend
 
 
 def attention_key(module: nn.Module, attention_mask: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastft.patching import decoder_layer, documents, levels, registry, trl
-from fastft.patching.decoder_layer import CACHE_NAMES
+from fastft.patching.attention import has_cache
 
 
 def before_forward(
@@ -43,7 +43,7 @@ def before_forward(
     _check_padding(module, site, ids, kwargs)
     learns = module.training and torch.is_grad_enabled()
     changed = dict(kwargs)
-    cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
+    cached = has_cache(kwargs)
     if learns and not cached and kwargs.get("use_cache") is None:
         changed["use_cache"] = False
     if not cached:

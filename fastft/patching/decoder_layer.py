@@ -8,9 +8,11 @@ because the layer's own flag is off.
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +24,15 @@ from torch.nn.modules import module as torch_module
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
+from fastft.autograd.projection import Projection
+from fastft.kernels.nf4 import QuantizedWeight
 from fastft.patching import levels, registry
-from fastft.patching.attention import attention_callable, attention_key
+from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
 from fastft.patching.families import FAMILIES, Family
 from fastft.patching.peft import ProjectionReader, hooked
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-CACHE_NAMES = ("cache", "past_key_values")
+_ONE_ROW_WEIGHTS = 300e6  # of a 4-bit layer: beyond, dequantizing it for a single token takes longer than the host does
 ATTENTIONS = "attention weights are asked for (output_attentions)"
 OWN_FORWARD = "the layer has its own forward (another library's)"
 _BYPASSED = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
@@ -114,12 +118,18 @@ class LayerReader:
         projections = self.projections(state.compute_dtype(x.dtype), state.enabled, fold)
         if isinstance(projections, str):
             return projections
+        if x.shape[:2].numel() == 1 and _packed(projections) > _ONE_ROW_WEIGHTS:
+            return registry.GENERATING
         q, k, v, o, gate, up, down = projections
         arguments = {
             n: a for n, a in kwargs.items() if n not in ("attention_mask", "position_embeddings", *CACHE_NAMES)
         }
         head_norms = (self._norm(attention.q_norm), self._norm(attention.k_norm)) if self.family.head_norms else None
         width = attention.head_dim
+        mask, cached = kwargs.get("attention_mask"), has_cache(kwargs)
+        attend = attention_callable(attention, self.family, mask, arguments)
+        if cached:
+            attend = over_cache(attend, kwargs, attention.layer_idx, arguments)
         return LayerCall(
             input_norm=self._norm(self._children["input_layernorm"]),
             post_norm=self._norm(self._children["post_attention_layernorm"]),
@@ -129,11 +139,11 @@ class LayerReader:
             gate_up=(gate, up),
             down=down,
             heads=Heads(q.out_features // width, k.out_features // width, width),
-            attention=attention_callable(attention, self.family, kwargs.get("attention_mask"), arguments),
+            attention=attend,
             autocast=state,
             level=level,  # type: ignore[arg-type]
             host=host,
-            attention_key=attention_key(attention, kwargs.get("attention_mask"), arguments),
+            attention_key=None if cached else attention_key(attention, mask, arguments),
         )
 
     def projections(self, dtype: torch.dtype, autocast: bool, fold: bool = False) -> list[Any] | str:
@@ -151,6 +161,11 @@ class LayerReader:
         return Norm(module._parameters["weight"], module.variance_epsilon, self.family.norm_mode)
 
 
+def _packed(projections: Sequence[Projection]) -> int:
+    """How many 4-bit weights there are."""
+    return sum(math.prod(p.weight.shape) for p in projections if isinstance(p.weight, QuantizedWeight))
+
+
 def reader_of(layer: nn.Module, family: Family) -> LayerReader:
     """The layer's reader, made anew when one of the layer's children was exchanged."""
     reader = _readers.get(layer)
@@ -165,7 +180,7 @@ def _stock_reason(site: registry.Site, x: Any, args: tuple[Any, ...], kwargs: di
         return registry.DISABLED
     if site.reason is not None:
         return site.reason
-    if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+    if has_cache(kwargs) and torch.is_grad_enabled():
         return registry.GENERATING
     if args or kwargs.get("position_embeddings") is None or not isinstance(x, Tensor) or x.dim() != 3:
         return "called with arguments fastft does not know"
@@ -198,13 +213,13 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     else:
         call = reason
     if isinstance(call, str):
-        site.ran_stock(call)
+        site.ran_stock(registry.GENERATING if has_cache(kwargs) and call != registry.DISABLED else call)
         return _stock_forward(self, site, call, hidden_states, args, kwargs)
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
     call.compact, call.observer = site.compact, observers.get(self)
     captured = graphs.get(self)
-    if captured is not None and hidden_states.is_contiguous():
+    if captured is not None and hidden_states.is_contiguous() and torch.is_grad_enabled():
         y = captured.run(self, call, hidden_states, cos, sin)
         if y is not None:
             return y
@@ -228,8 +243,7 @@ def _stock_forward(
     in the forward: `stock_only` and transformers' collector. Such a layer runs stock to its last piece, both times.
     """
     stock = partial(type(layer).forward, layer, **kwargs)
-    no_cache = all(kwargs.get(name) is None for name in CACHE_NAMES)
-    if site.level != "keep" and layer.training and torch.is_grad_enabled() and no_cache:
+    if site.level != "keep" and layer.training and torch.is_grad_enabled() and not has_cache(kwargs):
         checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is None:  # the level was named, and checkpointing as transformers has it never switched on
             checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)

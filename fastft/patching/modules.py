@@ -22,8 +22,8 @@ from fastft.autograd.products import products
 from fastft.autograd.projection import Projection
 from fastft.functional import rms_norm, rope
 from fastft.patching import registry
-from fastft.patching.attention import attention_callable
-from fastft.patching.decoder_layer import ATTENTIONS, CACHE_NAMES, FLOATS, global_hooks, wants_attentions
+from fastft.patching.attention import CACHE_NAMES, attention_callable, has_cache
+from fastft.patching.decoder_layer import ATTENTIONS, FLOATS, global_hooks, wants_attentions
 from fastft.patching.families import Family
 from fastft.patching.peft import ProjectionReader, hooked
 
@@ -122,7 +122,7 @@ def attention_forward(
 
 
 def _attention_reason(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+    if has_cache(kwargs):
         return registry.GENERATING
     if len(args) > 1 or kwargs.get("position_embeddings") is None:
         return "called with arguments fastft does not know"

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
-from fastft.memory.costs import StepCosts, without_graphs
-from fastft.memory.graphs import SHARED_STREAMS, pays
+from fastft.memory.costs import StepCosts, with_gradients, without_graphs
+from fastft.memory.graphs import CUBLAS_WORKSPACE, SHARED_STREAMS, pays
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry
 from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of
@@ -42,12 +42,15 @@ class SizePlan:
     above: int  # predicted peak, less `start`
     start: int  # bytes allocated when a step begins, the optimizer's state included; -1: to be planned again
     gradients: int = 0  # bytes of all gradients, part of `above`
+    accumulates: bool = True  # whether a forward may find them there
+    graph_buffers: int = 0  # part of `start` that comes with the capture of CUDA graphs
     replans: int = 0
     looks: int = 4  # steps still to be compared with the prediction
 
     def at_rest(self, allocated: int) -> int:
         """`allocated` less the gradients that accumulation has left, which `above` has room for already."""
-        return allocated - min(max(allocated - self.start, 0), self.gradients)
+        left = self.gradients if self.accumulates else 0
+        return allocated - min(max(allocated - self.start, 0), left)
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Memory:
     seen: int | None = None  # the peak when its backward ended
     measured: int | None = None  # the peak of the last step that set one
     announced: bool = False
+    accumulates: bool = False  # a forward has found gradients: they are there while the loss runs
 
 
 def plan_for(
@@ -99,27 +103,39 @@ def plan_for(
     if asked != memory.asked:
         memory.sizes.clear()
         memory.asked, memory.pending = asked, None
+    if not memory.accumulates and _finds_gradients(layers):
+        memory.accumulates = True
+        memory.sizes.clear()
     if graphs_kept is None:
         learn(memory, device)
     else:
         allocated -= graphs_kept  # part of what the plan counts as the step's own
     known = memory.sizes.get(size)
-    if known is not None and not _outgrown(known, allocated):
+    if known is not None and not _outgrown(known, allocated + (known.graph_buffers if graphs_kept is None else 0)):
         plan = known.plan
     else:
         costs = costs_of(backbone, layers, tokens, size[1])
         if costs is None:
             return None
         start, gradients = _start(backbone, memory, allocated)
+        buffers = 0
         if graphs and device.type == "cuda" and pays(costs[0].forward_operations, device):
             costs = tuple(without_graphs(one, "offload") for one in costs)
+            buffers = _graph_buffers(backbone, layers[0], tokens)
             if graphs_kept is None:
-                start += _graph_buffers(backbone, layers[0], tokens)
-        plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+                start += buffers
+        base = start
+        if memory.accumulates:
+            base += gradients
+        else:  # they come as the layers' backwards end, when the loss is over
+            costs = tuple(with_gradients(one, gradients) for one in costs)
+        plan = _make(memory, device, sites, costs, base, _host_budget(host_held))
         # The plan of an extraordinary step (a second graph is alive) is not remembered.
         if known is None or known.start < 0 or known.start >= start:
             replans = 0 if known is None else known.replans
-            known = memory.sizes[size] = SizePlan(tokens, plan, plan.peak - start, start, gradients, replans)
+            known = memory.sizes[size] = SizePlan(
+                tokens, plan, plan.peak - start, start, gradients, memory.accumulates, buffers, replans
+            )
             _announce(memory, plan, tokens)
     # What a replay uses while it runs is in the graphs' pool, and not in the allocator's statistics.
     if device.type == "cuda" and known is not None and known.plan is plan and known.looks > 0 and graphs_kept is None:
@@ -245,10 +261,17 @@ def _start(backbone: nn.Module, memory: Memory, allocated: int) -> tuple[int, in
     return rest + to_come, sum(p.nbytes for p in trainable)
 
 
+def _finds_gradients(layers: Sequence[nn.Module]) -> bool:
+    """Whether a forward begins with gradients: of an earlier part of its step, or zeroed in place."""
+    trainable = next((p for p in layers[-1].parameters() if p.requires_grad), None)
+    return trainable is None or trainable.grad is not None
+
+
 def _graph_buffers(backbone: nn.Module, layer: nn.Module, tokens: int) -> int:
-    """Bytes of the buffers that graphs will share: streams, and one layer's adapter gradients (memory/graphs.py)."""
+    """Bytes that graphs will share: streams, one layer's adapter gradients, cuBLAS' workspace (memory/graphs.py)."""
     stream = tokens * int(backbone.config.hidden_size) * next(backbone.parameters()).element_size()  # type: ignore[union-attr,arg-type]
-    return SHARED_STREAMS * stream + sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+    leaves = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+    return SHARED_STREAMS * stream + leaves + CUBLAS_WORKSPACE
 
 
 def _announce(memory: Memory, plan: Plan, tokens: int) -> None:

@@ -1148,7 +1148,7 @@ _MEMORY = [
             (
                 "buffers_that_graphs_will_take_are_in_the_plan",
                 "the graphs' buffers left out",
-                "start += _graph_buffers(backbone, layers[0], tokens)",
+                "start += buffers",
                 "pass",
             ),
             (

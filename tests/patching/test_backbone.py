@@ -179,8 +179,56 @@ def test_left_padded_generation(family: str, quantized: bool, tmp_path: Any) -> 
         tokens[name] = together
     assert tokens["fast"].shape == (3, 12)
     assert torch.equal(tokens["fast"], tokens["stock"])
-    assert runs(fast, "decoder layer")[0] == 0, "generation runs with a cache"
-    assert runs(fast, "norm")[0] > 0
+    assert runs(fast, "decoder layer") == (2 * 12 * 4, 0), "prompt and tokens"
+
+
+@pytest.mark.parametrize("way", ["static cache", "prompt in two parts", "beams", "sampled"])
+def test_other_ways_to_generate(way: str) -> None:
+    """The cache is transformers' own: filled in place, by parts, reordered."""
+    stock, fast = (m.eval() for m in twins(support.add_lora(support.build_model("mistral"))))
+    ids = ids_of(9, 2)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if way == "static cache":
+        settings |= {"cache_implementation": "static", "disable_compile": True}
+    elif way == "beams":
+        settings |= {"num_beams": 3}
+    elif way == "sampled":
+        settings |= {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2}
+    else:
+        settings |= {"prefill_chunk_size": 4}
+    tokens = []
+    for model in (stock, fast):
+        with support.seeded(5):
+            tokens.append(model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings))
+    assert torch.equal(tokens[1], tokens[0])
+    assert runs(fast, "decoder layer")[1] == 0
+
+
+def test_the_cache_holds_what_stocks_holds(family: str) -> None:
+    """Keys and values of a prompt and of one more token, and their logits."""
+    stock, fast = (m.eval() for m in twins(support.add_lora(support.build_model(family))))
+    ids = ids_of(7, 2)
+    with torch.no_grad():
+        first = [m(input_ids=ids, use_cache=True) for m in (stock, fast)]
+        caches = [getattr(o, "cache", None) or o.past_key_values for o in first]
+        second = [m(input_ids=ids[:, :1], past_key_values=c) for m, c in zip((stock, fast), caches, strict=True)]
+    assert_close(second[1].logits, second[0].logits)
+    for theirs, ours in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert ours.keys.shape[2] == 8
+        assert_close(ours.keys, theirs.keys)
+        assert_close(ours.values, theirs.values)
+
+
+def test_a_single_token_of_a_very_large_4bit_layer_stays_with_bitsandbytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Dequantizing it for one row would take longer than the host needs for the layer."""
+    from fastft.patching import decoder_layer
+
+    fast = fastft.patch(support.load_4bit(support.build_model(), tmp_path), strict=True).eval()
+    monkeypatch.setattr(decoder_layer, "_ONE_ROW_WEIGHTS", 1)
+    fast.generate(input_ids=ids_of(5), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert runs(fast, "decoder layer") == (2, 4), "the prompt fast, two tokens stock"
 
 
 def test_generation_in_training_mode_under_checkpointing() -> None:
