@@ -56,7 +56,7 @@ class LayerCall:
     attention: Attention
     autocast: AutocastState
     level: Level = "keep"
-    compact: bool = False  # the MLP in small tiles
+    compact: int = 0  # rows of the MLP's small tiles; 0 for the usual ones
     host: HostStore | None = None  # for level offload; without one it is recompute
     attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
     observer: Callable[[], None] | None = None  # called when a backward ends

@@ -12,7 +12,7 @@ and U lie side by side.
 Every row goes its own way, so both passes walk over the tokens in tiles: the tensors [tile, intermediate], of which the
 backward holds three pairs' worth, are what would otherwise set the peak memory of a training step. Weights are
 dequantized once for all tiles; adapters' gradients are summed over tiles in float32. A tile is large enough that the
-matrix products do not notice; where memory is short, the caller asks for `compact` ones, which they do a little.
+matrix products do not notice; where memory is short, the caller asks for smaller ones, which they do a little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, resto
 from fastft.kernels.swiglu import swiglu, swiglu_backward
 
 TILE_BYTES = 384 * 2**20  # of gate, up and their product: 4,681 tokens of an 8B model in 16 bits
-COMPACT_ROWS = 2048  # a compact tile: enough rows to fill the device, not enough to hide every product's last wave
+COMPACT_ROWS = (2048, 1024)  # small tiles: they fill the device, but do not hide every product's last wave
 TILE_MULTIPLE = 128  # rows a matrix unit's tile takes
 
 
@@ -42,11 +42,11 @@ class Saved(NamedTuple):
     down_low_rank: Tensor | None  # P Adᵀ
 
 
-def tile_rows(tokens: int, intermediate: int, itemsize: int, compact: bool = False) -> int:
-    """Tokens in a tile: as many as `TILE_BYTES` (and, compact, `COMPACT_ROWS`) allow, in tiles of equal size."""
+def tile_rows(tokens: int, intermediate: int, itemsize: int, compact: int = 0) -> int:
+    """Tokens in a tile: as many as `TILE_BYTES` (and `compact`, if not 0) allow, in tiles of equal size."""
     most = max(TILE_MULTIPLE, TILE_BYTES // (3 * intermediate * itemsize))
     if compact:
-        most = min(most, COMPACT_ROWS)
+        most = min(most, compact)
     tiles = max(1, -(-tokens // most))
     rows = -(-tokens // tiles)
     return min(tokens, -(-rows // TILE_MULTIPLE) * TILE_MULTIPLE)
@@ -64,7 +64,7 @@ def forward(
     width: int,
     intermediate: int,
     keep: bool,
-    compact: bool = False,
+    compact: int = 0,
 ) -> tuple[Tensor, Saved | None]:
     """The MLP's output [tokens, hidden] and, with `keep`, what its backward needs.
 
@@ -75,7 +75,7 @@ def forward(
         width: hidden, the columns of the output.
         intermediate: columns of the gate.
         keep: whether gate and up are kept.
-        compact: small tiles.
+        compact: the most rows of a tile where memory is short; 0 for the usual ones.
     """
     tokens = x.shape[0]
     output = x.new_empty((tokens, width))
@@ -112,7 +112,7 @@ def backward(
     saved: Saved | None,
     needs_leaves: Sequence[bool],
     needs_x: bool = True,
-    compact: bool = False,
+    compact: int = 0,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of the MLP's input and of its leaves (gate, up, down; `LEAVES` each), in the compute dtype or wider.
 
@@ -125,7 +125,7 @@ def backward(
         saved: the forward's `Saved`, read and never written; None: gate and up are made again.
         needs_leaves: three times `LEAVES` flags.
         needs_x: whether dX is wanted.
-        compact: small tiles.
+        compact: the most rows of a tile where memory is short; 0 for the usual ones.
     """
     tokens, width = grad.shape
     grad_x = x.new_empty((tokens, width)) if needs_x else None

@@ -85,7 +85,7 @@ def step_costs(
     vocabulary: int,
     loss_chunk: int,
     head_trains: bool = False,
-    compact: bool = False,
+    compact: int = 0,
 ) -> StepCosts:
     """Costs of one layer at every level, and the working memory around the layers.
 
@@ -96,7 +96,7 @@ def step_costs(
         vocabulary: rows of the head.
         loss_chunk: bytes of the logits that exist at once.
         head_trains: whether the head's weight gets a gradient (float32 while it is summed).
-        compact: with the MLP in small tiles.
+        compact: with the MLP in tiles of so many rows at most; 0 for the usual ones.
     """
     e, s = shape.compute_bytes, shape.stream_bytes
     hidden, query, both = shape.hidden, shape.query, 2 * shape.key_value
@@ -157,8 +157,15 @@ def step_costs(
 
 
 def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:
-    """The same with `gradients` bytes that grow while the layers run backward and are not there before."""
-    levels = {level: replace(cost, working=cost.working + gradients) for level, cost in costs.levels.items()}
+    """The same, where each layer's backward leaves `gradients` bytes behind; they count as there from the start.
+
+    Backwards run from the last layer to the first, so what a layer will leave is not there while what it saves still
+    is: that much less is saved. (Level offload saves nothing to set it against.)
+    """
+    levels = {
+        level: replace(cost, saved=max(0, cost.saved - gradients), working=cost.working + gradients)
+        for level, cost in costs.levels.items()
+    }
     return replace(costs, levels=levels)
 
 

@@ -67,7 +67,7 @@ class Plan:
         host: bytes in pinned host memory.
         seconds: time beyond keeping everything, in the unit of the costs.
         fits: whether device and host memory suffice; if not, this is the plan with the least peak.
-        compact: whether the costs it was made from are those of small tiles.
+        compact: rows of the MLP's small tiles that the costs it was made from are of; 0 for the usual tiles.
     """
 
     levels: tuple[str, ...]
@@ -76,7 +76,7 @@ class Plan:
     host: int
     seconds: float
     fits: bool
-    compact: bool = False
+    compact: int = 0
 
     def summary(self) -> str:
         """One line: how many layers at each level, the predicted peak, and host memory if any is used."""

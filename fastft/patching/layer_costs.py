@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastft.autograd import mlp_half
 from fastft.autograd.linear_cross_entropy import chunk_bytes
 from fastft.kernels.join import round_rank
 from fastft.kernels.nf4 import QuantizedWeight
@@ -49,7 +50,7 @@ def costs_of(
         loss_chunk=chunk_bytes(tokens, vocabulary, itemsize, next(backbone.parameters()).device),
         head_trains=_head_trains(backbone),
     )
-    return costs(), costs(compact=True)
+    return costs(), *(costs(compact=rows) for rows in mlp_half.COMPACT_ROWS)
 
 
 def _shape(layer: Any, projections: Sequence[Any], dtype: torch.dtype) -> LayerShape:

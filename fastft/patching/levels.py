@@ -96,9 +96,9 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
-        compact = plan is not None and plan.compact
+        compact = 0 if plan is None else plan.compact
     else:
-        compact = False
+        compact = 0
         levels = [s.level for s in sites]  # type: ignore[union-attr]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.

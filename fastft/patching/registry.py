@@ -34,7 +34,7 @@ class Site:
         model_type: family key of `families.FAMILIES`.
         level: what a decoder layer was asked to keep for its backward: a level of memory/planner.py, or "auto".
         pinned: the level the user named explicitly (checkpointing switched on or off leaves it), or None.
-        compact: whether the planner has the MLP run in small tiles.
+        compact: rows of the small tiles that the planner has the MLP run in; 0 for the usual ones.
         assigned: the level it runs at, as far as the planner has a say in it (patching/levels.py).
         reason: why it can never run fast (known when planned), or None.
         strict: raise where the part would run stock.
@@ -60,7 +60,7 @@ class Site:
     level: str = "keep"
     pinned: str | None = None
     assigned: str | None = None
-    compact: bool = False
+    compact: int = 0
     reason: str | None = None
     strict: bool = False
     fast_runs: int = 0

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastft.autograd import mlp_half
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.costs import StepCosts, with_gradients, without_graphs
 from fastft.memory.graphs import CUBLAS_WORKSPACE, SHARED_STREAMS, pays
@@ -66,6 +67,9 @@ class Memory:
     seen: int | None = None  # the peak when its backward ended
     measured: int | None = None  # the peak of the last step that set one
     announced: bool = False
+    outgrown: tuple[int, int] | None = (
+        None  # the last forward's size, if more was allocated than its plan reckoned with
+    )
     accumulates: bool = False  # a forward has found gradients: they are there while the loss runs
 
 
@@ -112,7 +116,7 @@ def plan_for(
         allocated -= graphs_kept  # part of what the plan counts as the step's own
     known = memory.sizes.get(size)
     if known is not None and not _outgrown(known, allocated + (known.graph_buffers if graphs_kept is None else 0)):
-        plan = known.plan
+        plan, memory.outgrown = known.plan, None
     else:
         costs = costs_of(backbone, layers, tokens, size[1])
         if costs is None:
@@ -124,14 +128,15 @@ def plan_for(
             buffers = _graph_buffers(backbone, layers[0], tokens)
             if graphs_kept is None:
                 start += buffers
-        base = start
-        if memory.accumulates:
-            base += gradients
-        else:  # they come as the layers' backwards end, when the loss is over
-            costs = tuple(with_gradients(one, gradients) for one in costs)
-        plan = _make(memory, device, sites, costs, base, _host_budget(host_held))
-        # The plan of an extraordinary step (a second graph is alive) is not remembered.
-        if known is None or known.start < 0 or known.start >= start:
+        if not memory.accumulates:
+            of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
+            costs = tuple(with_gradients(one, of_a_layer) for one in costs)
+        plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+        # The plan of an extraordinary step (a second graph is alive) is not remembered, unless the next is like it.
+        if known is not None and 0 <= known.start < start and memory.outgrown != size:
+            memory.outgrown = size
+        else:
+            memory.outgrown = None
             replans = 0 if known is None else known.replans
             known = memory.sizes[size] = SizePlan(
                 tokens, plan, plan.peak - start, start, gradients, memory.accumulates, buffers, replans
@@ -176,11 +181,12 @@ def _make(
     base: int,
     host_budget: int,
 ) -> Plan:
-    """The best plan over the costs of usual and of small tiles."""
-    usual, compact = (_make_one(memory, device, sites, one, base, host_budget) for one in costs)
-    compact = replace(compact, compact=True)
-    ranks = [(not p.fits, p.seconds if p.fits else 0.0, p.peak) for p in (usual, compact)]
-    return compact if ranks[1] < ranks[0] else usual
+    """The best plan over the costs of usual and of ever smaller tiles."""
+    plans = [
+        replace(_make_one(memory, device, sites, one, base, host_budget), compact=rows)
+        for one, rows in zip(costs, (0, *mlp_half.COMPACT_ROWS), strict=True)
+    ]
+    return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))
 
 
 def _make_one(
@@ -270,8 +276,11 @@ def _finds_gradients(layers: Sequence[nn.Module]) -> bool:
 def _graph_buffers(backbone: nn.Module, layer: nn.Module, tokens: int) -> int:
     """Bytes that graphs will share: streams, one layer's adapter gradients, cuBLAS' workspace (memory/graphs.py)."""
     stream = tokens * int(backbone.config.hidden_size) * next(backbone.parameters()).element_size()  # type: ignore[union-attr,arg-type]
-    leaves = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
-    return SHARED_STREAMS * stream + leaves + CUBLAS_WORKSPACE
+    return SHARED_STREAMS * stream + _leaf_bytes(layer) + CUBLAS_WORKSPACE
+
+
+def _leaf_bytes(layer: nn.Module) -> int:
+    return sum(p.nbytes for p in layer.parameters() if p.requires_grad)
 
 
 def _announce(memory: Memory, plan: Plan, tokens: int) -> None:

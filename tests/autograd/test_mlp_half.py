@@ -216,7 +216,7 @@ def test_tiles_are_even_and_never_longer_than_the_tokens() -> None:
     assert pair.tile_rows(8192, 14336, 2) == 4096
     assert pair.tile_rows(4682, 14336, 2) == 2432
     assert pair.tile_rows(4096, 8192, 2) == 4096
-    assert pair.tile_rows(4096, 8192, 2, compact=True) == 2048
+    assert pair.tile_rows(4096, 8192, 2, compact=2048) == 2048
     rows = pair.tile_rows(78_475, 14336, 2)
     assert rows * 3 * 14336 * 2 <= pair.TILE_BYTES + 128 * 3 * 14336 * 2
     assert rows % 128 == 0

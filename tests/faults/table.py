@@ -1154,8 +1154,8 @@ _MEMORY = [
             (
                 "small_tiles_where_they_let_better_levels_fit",
                 "small tiles never chosen",
-                "return compact if ranks[1] < ranks[0] else usual",
-                "return usual",
+                "return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))",
+                "return plans[0]",
             ),
             (
                 "statistics_that_are_reset_after_a_step_lose_nothing",

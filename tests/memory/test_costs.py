@@ -200,7 +200,7 @@ def test_weights_that_each_use_copies(
     monkeypatch.setattr(layer_costs, "step_costs", lambda shape, **_: shapes.append(shape))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         layer_costs.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
-    assert [shape.copied for shape in shapes] == [copied] * 2
+    assert [shape.copied for shape in shapes] == [copied] * 3
     assert {(shape.compute_bytes, shape.stream_bytes) for shape in shapes} == {(2 if autocast else 4, 4)}
 
 
@@ -274,14 +274,14 @@ def test_long_batches_hold_one_tile_of_the_mlp(level: str, tokens: int) -> None:
 
 
 def test_small_tiles_take_less_memory_and_more_time() -> None:
-    usual, compact = costs(LLAMA_8B, 8192), costs(LLAMA_8B, 8192, compact=True)
+    usual, compact = costs(LLAMA_8B, 8192), costs(LLAMA_8B, 8192, compact=2048)
     saved_by_tiles = 2048 * 2 * (3 * 14336 + 64 + 4096 + 32)  # tiles of 2,048 rows instead of 4,096
     for level in LEVELS:
         assert compact.levels[level].saved == usual.levels[level].saved
         assert compact.levels[level].seconds > usual.levels[level].seconds
     assert usual.levels["recompute"].working - compact.levels["recompute"].working == saved_by_tiles
     assert compact.forward_working < usual.forward_working
-    assert costs(LLAMA_8B, 2048, compact=True) == costs(LLAMA_8B, 2048)  # one tile in any case
+    assert costs(LLAMA_8B, 2048, compact=2048) == costs(LLAMA_8B, 2048)  # one tile in any case
 
 
 def test_small_tiles_rather_than_layers_without_their_graphs() -> None:
@@ -300,7 +300,7 @@ def test_small_tiles_rather_than_layers_without_their_graphs() -> None:
     logits = 1024 * 128256 * 2
     given: dict[str, Any] = {"longest": 2048, "vocabulary": 128256, "loss_chunk": logits}
     plans = []
-    for compact in (False, True):
+    for compact in (0, 2048):
         eager = costs(shape, 4096, compact=compact, **given)
         for found in (eager, without_graphs(eager, "offload")):
             plans.append(

@@ -128,11 +128,11 @@ def peak_of(model: Any, wanted: list[str], batch: Batch) -> int:
         backbone(model), list(decoder_layers(model)), tokens, min(tokens, -(-length // 256) * 256)
     )
     assert found is not None
-    usual = with_gradients(found[0], gradient_bytes(model))
+    usual = with_gradients(found[0], gradient_bytes(decoder_layers(model)[0]))
     return make_plan(
         layers=len(wanted),
         costs=usual.levels,
-        base=BUSY + optimizer_bytes(model),
+        base=BUSY + optimizer_bytes(model) + gradient_bytes(model),
         forward_working=usual.forward_working,
         loss_working=usual.loss_working,
         budget=1,
@@ -308,7 +308,7 @@ def test_small_tiles_where_they_let_better_levels_fit(device: Device, monkeypatc
     """Chosen by the plan alone; every layer's MLP then runs in them, at the same gradients."""
     batch = support.random_batch(rows=2, length=250)
     model, kept = build(intermediate_size=1024), build("keep", intermediate_size=1024)
-    monkeypatch.setattr(mlp_half, "COMPACT_ROWS", 256)
+    monkeypatch.setattr(mlp_half, "COMPACT_ROWS", (256, 128))
     least = ["recompute"] * 5 + ["lean"]
     device.limit = tight(model, batch, least) - 100 * 1024  # bytes; the tile of all 512 rows takes 6 MiB
     seen: list[int] = []
@@ -650,7 +650,7 @@ def test_the_optimizer_s_state_is_reckoned_with_once(device: Device) -> None:
     for (tokens, longest), known in memory(model).sizes.items():
         found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), tokens, longest)
         assert found is not None
-        usual, _ = found
+        usual, *_ = found
         working = max(usual.loss_working, usual.forward_working, usual.levels["keep"].working)
         assert known.plan.peak == BUSY + state + gradients + 2 * usual.levels["keep"].saved + working
 
@@ -711,7 +711,6 @@ def test_a_step_above_the_budget_is_planned_again(
     second = plan_of(model)
     assert memory(model).correction == missing
     assert memory(model).measured == device.peak
-    assert DEPTH.index(second.levels[-1]) <= DEPTH.index(first.levels[-1])
     assert [DEPTH.index(level) for level in second.levels] < [DEPTH.index(level) for level in first.levels]
     assert second.peak - memory(model).correction < first.peak, "it needs less by its own account"
     assert assigned(model) == list(second.levels)
