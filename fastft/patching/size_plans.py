@@ -68,7 +68,7 @@ class Memory:
     measured: int | None = None  # the peak of the last step that set one
     announced: bool = False
     outgrown: tuple[int, int] | None = (
-        None  # the last forward's size, if more was allocated than its plan reckoned with
+        None  # the last forward's size, if its plan had too little room
     )
     accumulates: bool = False  # a forward has found gradients: they are there while the loss runs
 
