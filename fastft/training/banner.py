@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastft.memory.budget import device_memory, format_bytes
-from fastft.patching import documents, levels, registry, size_plans
+from fastft.patching import documents, levels, registry, size_plans, trl
 from fastft.patching.report import report
 
 _STOCK_LINES = 3
@@ -55,7 +55,7 @@ def banner(
 def facts(trainer: Any, backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> list[tuple[str, str]]:
     """The banner's lines: (name, what there is to say)."""
     model = trainer.model
-    rows = [("model", _model(model)), ("device", _device(backbone)), *_speed(model)]
+    rows = [("model", _model(model)), ("device", _device(backbone)), *_speed(trainer)]
     rows.append(("memory", _memory(backbone, site)))
     if site.memory is not None and site.memory.sizes and not site.memory.sizes[max(site.memory.sizes)].plan.fits:
         rows.append(("", size_plans.NO_PLAN_FITS))
@@ -92,16 +92,21 @@ def _device(backbone: nn.Module) -> str:
     return "; ".join(dict.fromkeys(names)) + (f" ({', '.join(devices)})" if len(devices) > 1 else "")
 
 
-def _speed(model: Any) -> list[tuple[str, str]]:
+def _speed(trainer: Any) -> list[tuple[str, str]]:
     """What is fast and what is stock, from the report; parts that a fast layer runs are in it."""
-    found = report(model).rows
+    found = report(trainer.model).rows
+    # A TRL trainer brings its own way to the loss, which ours is behind: the model's own is then not asked for.
+    bypassed = trl.installed() and any(c.__module__.startswith("trl.") for c in type(trainer).__mro__)
     layers = [row for row in found if row.site.endswith("]")]  # model.layers.[0–31]
     count = sum(row.count for row in layers if row.runs == "fast")
     fast = [f"{count} of {sum(row.count for row in layers)} decoder layers, each one autograd node"] if layers else []
     fast += [row.site for row in found if row.runs == "fast" and ".layers." not in f".{row.site}"]
     rows = [("fast", "; ".join(fast) or "nothing")]
     stock = [
-        f"{row.site}{f' ×{row.count}' if row.count > 1 else ''}: {row.reason}" for row in found if row.runs == "stock"
+        f"{row.site}{f' ×{row.count}' if row.count > 1 else ''}"
+        f"{', where TRL does not bring its own' if bypassed and row.site == 'lm_head + loss' else ''}: {row.reason}"
+        for row in found
+        if row.runs == "stock"
     ]
     rows += [("stock", line) for line in stock[:_STOCK_LINES]]
     if len(stock) > _STOCK_LINES:

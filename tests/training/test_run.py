@@ -217,6 +217,17 @@ def test_trl_trainers_are_found_too(make: Any, tmp_path: pathlib.Path, capsys: A
         assert run.batches == 2
 
 
+@pytest.mark.trl
+@pytest.mark.slow
+def test_the_banner_does_not_call_a_loss_stock_that_trl_asks_for(tmp_path: pathlib.Path, capsys: Any) -> None:
+    """A trained head is nothing for the model's own forward, and something for TRL's."""
+    model = fastft.patch(support.add_lora(support.build_model(), modules_to_save=["lm_head"]))
+    sft(max_steps=1)(model, tmp_path).train()
+    assert "lm_head + loss, where TRL does not bring its own" in " ".join(capsys.readouterr().out.split())
+    (loss,) = [row for row in fastft.report(model).rows if row.site == "lm_head + loss"]
+    assert (loss.runs, loss.stock_runs) == ("fast", 0)
+
+
 def test_pauses_and_the_first_step_are_no_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by hand: 5 s for the first step, 3 s of evaluation, then 2 s for 100 tokens."""
     clock = [0.0]
