@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fastft.patching import levels, registry
@@ -49,6 +50,7 @@ class RunCallback(TrainerCallback):
         self.report = report
         self.save_on_interrupt = save_on_interrupt
         self._began: float | None = None  # when on_train_begin came, if it came
+        self._began_at = 0.0  # by the clock that dates files
         self._meter: Meter | None = None
         self._guard: InterruptGuard | None = None
         self._stopping = False
@@ -66,6 +68,7 @@ class RunCallback(TrainerCallback):
     def begin(self, trainer: Any, backbone: nn.Module, site: registry.Site) -> None:
         """The first training forward of a run begins."""
         self._meter = Meter(time.perf_counter() if self._began is None else self._began)
+        self._began_at = time.time()
         self._trainer, self._backbone, self._site = weakref.ref(trainer), weakref.ref(backbone), site
         self._stopping = self._drawn = False
         self._peaks = {device: torch.cuda.max_memory_allocated(device) for device in _cuda_devices(backbone)}
@@ -155,14 +158,17 @@ class RunCallback(TrainerCallback):
         """A checkpoint was written: `fastft.json` goes into it."""
         if self._meter is None:
             return
-        self._stamp(state)
+        self._stamp(self._folder(state.global_step))
         self._meter.pause_continues()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The run is over."""
         if self._meter is None:
             return
-        self._stamp(state)  # transformers' own checkpoint on SIGTERM is announced to nobody
+        # transformers' own checkpoint on SIGTERM is announced to nobody, and may be of the step before.
+        for folder in (self._folder(state.global_step - 1), self._folder(state.global_step)):
+            if _is_complete(folder) and (folder / TRAINER_STATE_NAME).stat().st_mtime >= self._began_at:
+                self._stamp(folder)
         requested = self._guard is not None and self._guard.requested
         self._finish(interrupted=False)
         if requested:
@@ -177,13 +183,13 @@ class RunCallback(TrainerCallback):
         assert backbone is not None
         return trainer, backbone
 
-    def _folder(self, state: Any) -> pathlib.Path:
+    def _folder(self, step: int) -> pathlib.Path:
         trainer, _ = self._alive()
-        return pathlib.Path(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        return pathlib.Path(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
-    def _stamp(self, state: Any) -> None:
+    def _stamp(self, folder: pathlib.Path) -> None:
+        """Write `fastft.json` into a checkpoint that has none."""
         trainer, _ = self._alive()
-        folder = self._folder(state)
         if not trainer.args.should_save or not folder.is_dir() or (folder / checkpoint.FILE_NAME).exists():
             return
         from fastft.patching.plan import inner_model
@@ -198,7 +204,7 @@ class RunCallback(TrainerCallback):
             KeyboardInterrupt: always.
         """
         trainer, _ = self._alive()
-        folder = self._folder(state)
+        folder = self._folder(state.global_step)
         try:
             if not _is_complete(folder):
                 trainer._save_checkpoint(trainer.model_wrapped, trial=None)
@@ -287,6 +293,4 @@ def _cuda_devices(backbone: nn.Module) -> set[torch.device]:
 
 def _is_complete(folder: pathlib.Path) -> bool:
     """Whether a checkpoint is whole: its trainer state is written last."""
-    from transformers.trainer import TRAINER_STATE_NAME
-
     return (folder / TRAINER_STATE_NAME).is_file()

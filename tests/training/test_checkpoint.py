@@ -141,15 +141,19 @@ def test_loading_an_adapter_by_hand_asks_nothing(run: pathlib.Path, tmp_path: pa
     planned().load_adapter(str(checkpoint), "other")
 
 
-def test_a_checkpoint_on_sigterm_is_stamped_too(tmp_path: pathlib.Path) -> None:
-    """transformers' own (`enable_jit_checkpoint`) calls no `on_save`."""
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_on_sigterm_is_stamped_too(event: str, tmp_path: pathlib.Path) -> None:
+    """transformers' own (`enable_jit_checkpoint`) saves at these events and calls no `on_save`."""
     from transformers import TrainerCallback
 
-    class Terminated(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def save(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if trainer.accelerator.sync_gradients and state.global_step == 2:
             trainer._save_checkpoint(trainer.model, trial=None)
             control.should_training_stop = True
 
-    trainer = plain(max_steps=3, trainer={"callbacks": [Terminated()]})(planned(), tmp_path)
+    terminated = TrainerCallback()
+    setattr(terminated, event, save)
+    (tmp_path / "checkpoint-3").mkdir()  # somebody else's, and no checkpoint
+    trainer = plain(max_steps=4, trainer={"callbacks": [terminated]})(planned(), tmp_path)
     trainer.train()
-    assert (tmp_path / "checkpoint-1" / "fastft.json").is_file()
+    assert [path.parent.name for path in tmp_path.glob("*/fastft.json")] == ["checkpoint-2"]

@@ -58,6 +58,10 @@ def test_an_unchanged_trainer_gets_one_banner_and_one_report(tmp_path: pathlib.P
     trainer.train()  # again: one each, not two
     out = capsys.readouterr().out
     assert (out.count("─ fastft "), out.count("fastft: trained 4 steps"), len(callbacks(trainer))) == (1, 1, 1)
+    trainer.remove_callback(RunCallback)  # the user's word
+    trainer.train()
+    assert callbacks(trainer) == []
+    assert "fastft" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("padding_free", [True, False])
@@ -177,6 +181,19 @@ def test_the_bar_shows_tokens_per_second(tmp_path: pathlib.Path, capsys: Any) ->
     captured = capsys.readouterr()
     assert "tokens/s]" in captured.err
     assert "─ fastft " in captured.out
+
+
+def test_a_notebooks_bar_shows_them_too(tmp_path: pathlib.Path) -> None:
+    """transformers' notebook callback has a tracker with a prefix instead of a bar."""
+    from types import SimpleNamespace
+
+    from transformers import TrainerCallback
+
+    class Notebook(TrainerCallback):
+        training_tracker = SimpleNamespace(prefix="")
+
+    plain(max_steps=STEPS, trainer={"callbacks": [Notebook()]})(planned(), tmp_path).train()
+    assert Notebook.training_tracker.prefix.endswith(" tokens/s ")
 
 
 def test_only_the_main_process_speaks(tmp_path: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
