@@ -132,7 +132,7 @@ def _loraplus(
         )
     from peft.optimizers import create_loraplus_optimizer
 
-    return create_loraplus_optimizer(  # type: ignore[no-any-return]
+    return create_loraplus_optimizer(
         model, optimizer_class, loraplus_lr_ratio=ratio, loraplus_weight_decay=weight_decay, **settings
     )
 
@@ -148,9 +148,9 @@ def _split_off(optimizer: torch.optim.Optimizer, embeddings: set[int], rate: flo
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
     """An 8-bit optimizer's state for embeddings stays in 32 bits, as transformers' trainer has it."""
-    import bitsandbytes
+    from bitsandbytes.optim.optimizer import GlobalOptimManager
 
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager = GlobalOptimManager.get_instance()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})
