@@ -72,6 +72,10 @@ else:
         use_gradient_checkpointing=("unsloth" if a.impl == "unsloth" else a.level or True) if gc else False,
         **memory,
     )
+    if a.impl == "fastft":
+        import fastft
+
+        fastft.patch(model, run_comfort=False)  # one JSON line, and nothing else
 g = torch.Generator().manual_seed(1)
 rows = torch.randint(0, 256, (a.bs * a.ga * (a.steps + 4), a.seq), generator=g).tolist()
 ds = Dataset.from_dict({"input_ids": rows})

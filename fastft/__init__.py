@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from fastft.patching.plan import patch, patched, release_memory, unpatch
     from fastft.patching.registry import stock_only
     from fastft.patching.report import report
+    from fastft.training.learning_rates import create_optimizer
+    from fastft.training.run import RunCallback
     from fastft.verification import verify
 
 _LAZY = {
     "FastModel": "fastft.model",
     "FastLanguageModel": "fastft.model",
+    "RunCallback": "fastft.training.run",
     "check_dataset": "fastft.data",
+    "create_optimizer": "fastft.training.learning_rates",
     "get_chat_template": "fastft.data",
     "patch": "fastft.patching.plan",
     "patched": "fastft.patching.plan",
@@ -47,7 +51,9 @@ _LAZY = {
 __all__ = [
     "FastLanguageModel",
     "FastModel",
+    "RunCallback",
     "check_dataset",
+    "create_optimizer",
     "functional",
     "get_chat_template",
     "patch",

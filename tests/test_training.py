@@ -131,7 +131,11 @@ def assert_ran_fast(model: Any, forwards: int | None = None) -> None:
 @pytest.mark.trl
 @pytest.mark.parametrize(
     ("checkpointing", "level"),
-    [(True, "auto"), (False, "keep"), pytest.param(True, "recompute", marks=pytest.mark.slow)],  # in the interpreter
+    [
+        (True, "auto"),
+        pytest.param(False, "keep", marks=pytest.mark.slow),  # in the interpreter
+        pytest.param(True, "recompute", marks=pytest.mark.slow),
+    ],
 )
 def test_sft_of_a_4bit_model_follows_stock_with_an_evaluation_in_the_middle(
     tmp_path: pathlib.Path, tokenizer: Any, checkpointing: bool, level: str
@@ -177,7 +181,7 @@ def test_sft_with_its_own_peft_config_is_fast_on_a_patched_auto_model(tmp_path: 
     assert_same_curve(logs[1], logs[0], 1e-4)
 
 
-@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.trl), "trainer"])
+@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=[pytest.mark.trl, pytest.mark.slow]), "trainer"])
 def test_accumulation_does_not_change_the_loss(tmp_path: pathlib.Path, tokenizer: Any, trainer: str) -> None:
     """C04: batch 4 × 1 = 2 × 2 = 1 × 4, and each equals stock."""
     logs = {}

@@ -111,6 +111,10 @@ def _sft(settings: Settings, device: str) -> dict[str, Any]:
     start = time.perf_counter()
     stock = settings.provider not in ("fastft", "unsloth")
     model, tokenizer = load_base(settings) if stock else load_adapted(settings)
+    if settings.provider == "fastft":
+        import fastft
+
+        fastft.patch(model, run_comfort=False)  # what is printed is the worker's result
     _wait(device)
     load_s = time.perf_counter() - start
     steps = settings.warmup + settings.steps

@@ -144,6 +144,8 @@ def _build_trainer(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    import fastft
+
     rows = _rows_per_batch(longest)
     config = SFTConfig(
         output_dir=str(output),
@@ -168,6 +170,7 @@ def _build_trainer(
         seed=SEED,
     )
     first_set = next(iter(data.held_out.values()))
+    fastft.patch(model, run_comfort=False)  # the demo has a banner and a bar of its own
     trainer = SFTTrainer(
         model=model,
         args=config,

@@ -5,14 +5,14 @@ Nothing of this kind is ever a default. docs/approximations.md has the measured 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from fastft.patching import registry
 
-__all__ = ["APPROXIMATIONS", "set_approximations", "skip_arguments", "summary"]
+__all__ = ["APPROXIMATIONS", "chosen", "set_approximations", "skip_arguments", "summary"]
 
 # name -> (the part whose site carries it, the site's field)
 APPROXIMATIONS: dict[str, tuple[registry.Part, str]] = {
@@ -54,9 +54,15 @@ def skip_arguments(site: registry.Site | None) -> dict[str, Any]:
     return {"skip_below": THRESHOLD, "on_skip": site.skipped_columns}
 
 
+def chosen(sites: Iterable[registry.Site]) -> list[str]:
+    """Names of the approximations that are switched on."""
+    sites = list(sites)
+    return [name for name, (_, attribute) in APPROXIMATIONS.items() if any(getattr(s, attribute) for s in sites)]
+
+
 def summary(sites: Sequence[registry.Site]) -> str | None:
     """A note of the report: what is switched on and what of it did not apply, None where nothing is."""
-    names = [name for name, (_, attribute) in APPROXIMATIONS.items() if any(getattr(s, attribute) for s in sites)]
+    names = chosen(sites)
     if not names:
         return None
     note = f"approximations: {', '.join(names)} (docs/approximations.md has their errors)"

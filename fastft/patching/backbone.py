@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastft.patching import decoder_layer, documents, levels, registry, trl
 from fastft.patching.attention import has_cache
+from fastft.training import watch
 
 
 def before_forward(
@@ -37,7 +38,7 @@ def before_forward(
     shape = ids.shape if isinstance(ids, Tensor) else embeds.shape[:2] if isinstance(embeds, Tensor) else None
     if shape is None:
         return None
-    rows, length = int(shape[0]), int(shape[1])
+    rows, length = batch = (int(shape[0]), int(shape[1]))
     if site.max_seq_length is not None and length > site.max_seq_length:
         _check_length(site.max_seq_length, length, kwargs)
     _check_padding(module, site, ids, kwargs)
@@ -55,10 +56,18 @@ def before_forward(
             mask = documents.padding_of(changed["attention_mask"])
             rows, length = 1, len(mask.tokens)  # type: ignore[union-attr]
     if learns:
+        run = watch.run_of(module, site)
         levels.assign(module, site, (rows, length))
+        if run is not None:
+            run.before_layers(batch, rows * length, _counted(changed.get("attention_mask"), (rows, length)))
     else:
         levels.rest(module)
     return args, changed
+
+
+def _counted(mask: Any, shape: tuple[int, int]) -> Tensor | None:
+    """The mask that tells the real tokens of a batch of `shape`, where it has one that can."""
+    return mask if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
 
 
 def _without_padding(

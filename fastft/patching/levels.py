@@ -76,6 +76,15 @@ def ask_planner(layers: Sequence[nn.Module]) -> None:
             site.level = AUTO
 
 
+def announce_elsewhere(backbone: nn.Module, site: registry.Site) -> None:
+    """Somebody else will tell the first plan (a run's banner): the planner need not print it."""
+    layers = [s for m in backbone.modules() if (s := registry.site_of(m)) is not None and s.part == "decoder layer"]
+    if any(layer.level == AUTO for layer in layers):
+        if site.memory is None:
+            site.memory = size_plans.Memory()
+        site.memory.announced = True
+
+
 def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> None:
     """Give every planned layer its level for a training forward over `[batch, sequence]` tokens."""
     layers = [m for m in backbone._modules["layers"]._modules.values() if registry.site_of(m) is not None]  # type: ignore[union-attr,arg-type]
@@ -201,6 +210,7 @@ def graph_summary(backbone: nn.Module, site: registry.Site) -> str | None:
 __all__ = [
     "AUTO",
     "CHOICES",
+    "announce_elsewhere",
     "ask_planner",
     "assign",
     "graph_summary",

@@ -28,6 +28,7 @@ from fastft.patching import (
 )
 from fastft.patching.approximations import set_approximations
 from fastft.patching.families import FAMILIES, Family
+from fastft.training import watch
 
 _warned: set[str] = set()
 
@@ -48,6 +49,7 @@ def patch(
     cuda_graphs: bool | None = None,
     approximations: Sequence[str] | None = None,
     padding_free: bool | None = None,
+    run_comfort: bool | None = None,
 ) -> Any:
     """Make a loaded transformers or PEFT model run on fastft's parts; it stays the same object, parameters and all.
 
@@ -74,6 +76,9 @@ def patch(
             switches all off.
         padding_free: False runs the layers over a padded training batch as it is; True leaves the padding out where
             nobody can see it. None keeps what an earlier `patch` said (at first True).
+        run_comfort: False leaves trainers alone; True gives the one that trains this model a `fastft.RunCallback`:
+            banner, tokens per second, a report, a checkpoint on Ctrl-C, `fastft.json` in checkpoints
+            (docs/trainers.md). None keeps what an earlier `patch` said (at first True).
 
     Returns:
         `model`.
@@ -108,6 +113,12 @@ def patch(
         body_site.max_seq_length = max_seq_length
     if padding_free is not None:
         body_site.padding_free = padding_free
+    if run_comfort is not None:
+        body_site.run_comfort = run_comfort
+    if body_site.run_comfort:
+        watch.install(inner)
+    else:
+        watch.leave(inner, body)
     backbone.install(body)
     bitsandbytes.repair_on_cpu(inner)
     if memory_budget is not None:
@@ -208,6 +219,8 @@ def unplan(model: nn.Module) -> None:
             continue
         decoder_layer.unbind(module)
         backbone.uninstall(module)
+        if registry.site_of(module).part == "model":  # type: ignore[union-attr]
+            watch.leave(inner, module)
         levels.release(module)
         del module.__dict__[registry.PLAN]
     registry.planned_models().discard(inner)

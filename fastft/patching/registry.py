@@ -52,6 +52,8 @@ class Site:
         tokens_padded: tokens of the padded batches whose padding was left out, pads included (on the backbone's site).
         tokens_real: the same without pads.
         memory: budget and plans (on the backbone's site): patching/size_plans.py.
+        run_comfort: whether a trainer gets a `RunCallback` (on the backbone's site): training/watch.py.
+        run: the `RunReport` of the last finished run (on the backbone's site).
     """
 
     part: Part
@@ -77,6 +79,8 @@ class Site:
     tokens_padded: int = 0
     tokens_real: int = 0
     memory: Any = None
+    run_comfort: bool = True
+    run: Any = None
 
     def skipped_columns(self, whole_product: str | None) -> None:
         """Note that the loss's second product left columns out, or why it did not."""

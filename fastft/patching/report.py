@@ -36,11 +36,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The table; `print(report)` draws it, `report.rows` is for programs."""
+    """The table; `print(report)` draws it, `report.rows` is for programs.
+
+    Args:
+        title: names the model.
+        rows: sites, those that are alike together.
+        notes: what else there is to know.
+        run: the last finished run under a trainer (`fastft.training.run_report.RunReport`), or None.
+    """
 
     title: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    run: Any = None
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -55,7 +63,8 @@ class Report:
             table.add_row(row.site, str(row.count), row.runs, row.reason, str(row.fast_runs), str(row.stock_runs))
         buffer = io.StringIO()
         Console(file=buffer, width=118, color_system=None).print(table)
-        return buffer.getvalue() + "".join(f"note: {note}\n" for note in self.notes)
+        last = "" if self.run is None else f"{self.run}\n"
+        return buffer.getvalue() + "".join(f"note: {note}\n" for note in self.notes) + last
 
     __repr__ = __str__
 
@@ -98,7 +107,8 @@ def report(model: Any) -> Report:
         )
         for key, sites in groups.items()
     )
-    return Report(title, rows, _notes(found))
+    run = next((site.run for site, _ in found if site.part == "model"), None)
+    return Report(title, rows, _notes(found), run)
 
 
 def _verdict(site: registry.Site, module: nn.Module, dtype: torch.dtype, layers_fast: bool) -> tuple[str, str]:

@@ -25,8 +25,12 @@ from fastft.patching import registry
 from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of
 from fastft.patching.registry import AUTO
 
-__all__ = ["Memory", "SizePlan", "device_of", "learn", "plan_for", "summary"]
+__all__ = ["NO_PLAN_FITS", "Memory", "SizePlan", "device_of", "learn", "plan_for", "summary"]
 
+NO_PLAN_FITS = (
+    "no plan fits; this is the one with the least memory. Use shorter rows, a smaller batch with more "
+    "gradient_accumulation_steps, or raise memory_budget."
+)
 _SIZE_STEP = 256  # tokens: sizes are planned for the next multiple
 _MOST_REPLANS = 3  # for one size
 _LEFT_OVER = 20  # an ended step has left at most this part of what it used
@@ -67,9 +71,7 @@ class Memory:
     seen: int | None = None  # the peak when its backward ended
     measured: int | None = None  # the peak of the last step that set one
     announced: bool = False
-    outgrown: tuple[int, int] | None = (
-        None  # the last forward's size, if its plan had too little room
-    )
+    outgrown: tuple[int, int] | None = None  # the last forward's size, if its plan had too little room
     accumulates: bool = False  # a forward has found gradients: they are there while the loss runs
 
 
@@ -300,10 +302,7 @@ def _announce(memory: Memory, plan: Plan, tokens: int) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"fastft memory plan for {tokens} tokens a step: {plan.summary()}{note}", markup=False)
     if not plan.fits:
-        console.print(
-            "fastft: no plan fits; this is the one with the least memory. Use shorter rows, a smaller batch with more "
-            "gradient_accumulation_steps, or raise memory_budget."
-        )
+        console.print(f"fastft: {NO_PLAN_FITS}")
 
 
 def summary(site: registry.Site) -> str | None:

@@ -1597,6 +1597,78 @@ _SAVING = [
     ),
 ]
 
+_RUN = "tests/training/test_run.py::test_"
+_GROUPS = "tests/training/test_learning_rates.py::test_"
+
+_TRAINING = [
+    *_faults(
+        "training/meter.py",
+        _RUN,
+        [
+            (
+                "tokens_are_the_real_ones[False]",
+                "padding is counted",
+                "torch.stack((mask.count_nonzero(), mask",
+                "torch.stack((torch.ones_like(mask).count_nonzero(), mask",
+            ),
+            (
+                "batches_without_labels_are_counted",
+                "a row's first label is a target",
+                "(labels[..., 1:] == IGNORE_INDEX)",
+                "(labels == IGNORE_INDEX)",
+            ),
+        ],
+    ),
+    *_faults(
+        "training/learning_rates.py",
+        _GROUPS,
+        [
+            (
+                "loraplus_gives_b_its_ratio",
+                "PEFT's weight decay instead of the arguments'",
+                "loraplus_weight_decay=weight_decay, ",
+                "",
+            ),
+            (
+                "embeddings_in_modules_to_save_have_their_rate[4.0]",
+                "embeddings keep the rate of the group they were in",
+                '"params": moved, "lr": rate}',
+                '"params": moved}',
+            ),
+        ],
+    ),
+    *_faults(
+        "training/checkpoint.py",
+        "tests/training/test_checkpoint.py::test_",
+        [
+            (
+                "another_order_is_an_error_too",
+                "the order of the parameters is not compared",
+                'list(trained.items()) != list(now["trainable"].items())',
+                'trained != now["trainable"]',
+            ),
+        ],
+    ),
+    *_faults(
+        "training/run.py",
+        "tests/training/test_interrupt.py::test_",
+        [
+            (
+                "a_save_that_fails_does_not_hide_the_interrupt",
+                "half a checkpoint stays",
+                "            if folder.is_dir() and not _is_complete(folder):",
+                "            if not folder.is_dir():",
+            ),
+            (
+                "the_checkpoint_of_an_interrupt_resumes_to_the_straight_run",
+                "saved without the step's metrics in the history",
+                "self._stopping = control.should_log = True",
+                "self._save_and_stop(state, control)",
+            ),
+        ],
+    ),
+]
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -1606,4 +1678,5 @@ FAULTS: tuple[Fault, ...] = (
     *_SKIPPED_COLUMNS,
     *_PACKING,
     *_SAVING,
+    *_TRAINING,
 )

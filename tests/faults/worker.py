@@ -34,6 +34,7 @@ PRELOADED = (
     "transformers.models.gemma.modeling_gemma",
     "transformers.models.olmo2.modeling_olmo2",
     "transformers.modeling_utils",
+    "transformers.trainer",
     "peft",
     "bitsandbytes.functional",
     "datasets",
