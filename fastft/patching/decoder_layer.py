@@ -32,7 +32,8 @@ from fastft.patching.families import FAMILIES, Family
 from fastft.patching.peft import ProjectionReader, hooked
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_ONE_ROW_WEIGHTS = 300e6  # of a 4-bit layer: beyond, dequantizing it for a single token takes longer than the host does
+_ONE_TOKEN_WEIGHTS = 300e6  # of a layer: beyond, making them dense for one token takes longer than the host does
+_FEW_TOKENS_ON_CPU = 32
 ATTENTIONS = "attention weights are asked for (output_attentions)"
 OWN_FORWARD = "the layer has its own forward (another library's)"
 _BYPASSED = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
@@ -118,7 +119,7 @@ class LayerReader:
         projections = self.projections(state.compute_dtype(x.dtype), state.enabled, fold)
         if isinstance(projections, str):
             return projections
-        if x.shape[:2].numel() == 1 and _packed(projections) > _ONE_ROW_WEIGHTS:
+        if has_cache(kwargs) and _better_packed(x, projections):
             return registry.GENERATING
         q, k, v, o, gate, up, down = projections
         arguments = {
@@ -161,9 +162,13 @@ class LayerReader:
         return Norm(module._parameters["weight"], module.variance_epsilon, self.family.norm_mode)
 
 
-def _packed(projections: Sequence[Projection]) -> int:
-    """How many 4-bit weights there are."""
-    return sum(math.prod(p.weight.shape) for p in projections if isinstance(p.weight, QuantizedWeight))
+def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:
+    """Whether so few tokens are faster by bitsandbytes' products with packed weights than by dense copies of them."""
+    packed = sum(math.prod(p.weight.shape) for p in projections if isinstance(p.weight, QuantizedWeight))
+    tokens = x.shape[0] * x.shape[1]
+    if x.is_cuda:
+        return tokens == 1 and packed > _ONE_TOKEN_WEIGHTS
+    return packed > 0 and tokens <= _FEW_TOKENS_ON_CPU
 
 
 def reader_of(layer: nn.Module, family: Family) -> LayerReader:

@@ -1140,6 +1140,12 @@ _MEMORY = [
                 "pass",
             ),
             (
+                "gradients_of_an_earlier_micro_batch_are_in_the_plan",
+                "gradients that a forward finds are left out of its plan",
+                "if not memory.accumulates and _finds_gradients(layers):",
+                "if False:",
+            ),
+            (
                 "two_graphs_alive_at_once",
                 "a second graph alive is not noticed",
                 "return rest > known.start and rest + known.above > known.plan.budget",
@@ -1669,6 +1675,51 @@ _TRAINING = [
     ),
 ]
 
+_GENERATION = [
+    *_faults(
+        "patching/attention.py",
+        "tests/patching/test_backbone.py::test_",
+        [
+            (
+                "left_padded_generation[llama-dense]",
+                "attention over the new keys only",
+                "key, value = cache.update(key, value, layer_index, **passed)",
+                "cache.update(key, value, layer_index, **passed)",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/decoder_layer.py",
+        "tests/patching/test_backbone.py::test_",
+        [
+            (
+                "a_cache_asked_for_in_training_is_filled",
+                "training over a cache",
+                "if has_cache(kwargs) and torch.is_grad_enabled():",
+                "if False:",
+            ),
+            (
+                "the_cache_holds_what_stocks_holds[llama]",
+                "every layer writes into the first one's place",
+                "over_cache(attend, kwargs, attention.layer_idx, arguments)",
+                "over_cache(attend, kwargs, 0, arguments)",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/costs.py",
+        "tests/memory/test_costs.py::test_",
+        [
+            (
+                "gradients_come_as_backwards_end",
+                "gradients of layers still to run backward count beside the loss",
+                "saved=max(0, cost.saved - gradients)",
+                "saved=cost.saved",
+            ),
+        ],
+    ),
+]
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -1679,4 +1730,5 @@ FAULTS: tuple[Fault, ...] = (
     *_PACKING,
     *_SAVING,
     *_TRAINING,
+    *_GENERATION,
 )

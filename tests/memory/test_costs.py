@@ -15,8 +15,8 @@ from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
 from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import LayerShape, StepCosts, step_costs, without_graphs
-from fastft.memory.planner import LEVELS, make_plan
+from fastft.memory.costs import LayerShape, StepCosts, step_costs, with_gradients, without_graphs
+from fastft.memory.planner import LEVELS, make_plan, predict_peak
 from fastft.patching import layer_costs, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
@@ -282,6 +282,24 @@ def test_small_tiles_take_less_memory_and_more_time() -> None:
     assert usual.levels["recompute"].working - compact.levels["recompute"].working == saved_by_tiles
     assert compact.forward_working < usual.forward_working
     assert costs(LLAMA_8B, 2048, compact=2048) == costs(LLAMA_8B, 2048)  # one tile in any case
+
+
+def test_gradients_come_as_backwards_end() -> None:
+    """Step by step: each layer's backward adds its gradients and lets go of what the layer saved."""
+    found, each, layers, base = costs(LLAMA_8B, 8192), 40 * 2**20, 32, 10**9
+    level = found.levels["recompute"]
+    held = base + layers * level.saved
+    expected = held + found.loss_working
+    for done in range(layers):
+        expected = max(expected, held + (done + 1) * each - done * level.saved + level.working)
+    predicted = predict_peak(
+        ["recompute"] * layers,
+        with_gradients(found, each).levels,
+        base=base + layers * each,
+        forward_working=found.forward_working,
+        loss_working=found.loss_working,
+    )
+    assert predicted == expected
 
 
 def test_small_tiles_rather_than_layers_without_their_graphs() -> None:
