@@ -9,7 +9,7 @@ intermediate size:
               lean      the same without G and U and the MLP's X Aᵀ
               recompute x;   offload: nothing (x is in host memory)
     working   the larger of two moments of a layer's backward: the MLP's tile with everything the attention half still
-              holds for its own backward, and attention's backward with its float32 accumulator of dQ
+              holds for its own backward, and attention's backward with its workspace
 
 Dense copies of weights (4-bit ones, or of another dtype than the products') count where they are alive. Time is in
 floating-point operations: only ratios matter.
@@ -124,8 +124,12 @@ def step_costs(
     # The MLP's backward: dy, dX of the MLP and RMSNorm(h) beside the tile.
     around_mlp = stream + 2 * narrow + tile + gate_up_weight + down_weight
     made_again = attention + stream + narrow + qkv_weight + output_weight  # by a recomputation: also h and RMSNorm(x)
-    # Attention's backward: dy, dh, dO, dQ dK dV, the accumulator.
-    around_attention = stream + narrow + output + projected + _ACCUMULATOR * query * tokens
+    # Attention's backward: dy, dh, dO, dQ dK dV; in flash and cuDNN the accumulator, a sum for each row and head, and
+    # with grouped queries dK and dV of every query head, before they are added up.
+    workspace = (_ACCUMULATOR * query + _STATISTIC * shape.heads) * tokens
+    if shape.key_value < query:
+        workspace += 2 * output
+    around_attention = stream + narrow + output + projected + workspace
     kept_working = max(around_mlp, around_attention + output_weight, around_attention + projected + qkv_weight)
     recompute_working = max(around_mlp + made_again, around_attention + attention + narrow + qkv_weight)
 

@@ -270,7 +270,7 @@ def test_long_batches_hold_one_tile_of_the_mlp(level: str, tokens: int) -> None:
     assert abs(forward) <= 1.2 * TILE_BYTES
     # what is left of the growth is as wide as the residual stream and attention
     growth = costs(wide, 2 * tokens).levels[level].working - costs(wide, tokens).levels[level].working
-    assert growth <= 2 * tokens * (12 * 4096 + 6 * 1024) + TILE_BYTES // 4
+    assert growth <= 2 * tokens * (14 * 4096 + 6 * 1024) + TILE_BYTES // 4
 
 
 def test_small_tiles_take_less_memory_and_more_time() -> None:
@@ -282,6 +282,16 @@ def test_small_tiles_take_less_memory_and_more_time() -> None:
     assert usual.levels["recompute"].working - compact.levels["recompute"].working == saved_by_tiles
     assert compact.forward_working < usual.forward_working
     assert costs(LLAMA_8B, 2048, compact=2048) == costs(LLAMA_8B, 2048)  # one tile in any case
+
+
+def test_grouped_queries_cost_attention_s_backward_a_key_and_value_for_every_head() -> None:
+    """8B, r=32, one row of 148,480 tokens under 24 GiB on an H200: 23.81 GiB measured; 16.5 KiB a token were missing."""
+    shape = replace(LLAMA_8B, qkv_rank=96, output_rank=32, gate_up_rank=64, down_rank=32)
+    found = costs(shape, 148480, longest=148480)
+    grouped = found.levels["recompute"].working
+    each = costs(replace(shape, key_value=4096), 148480, longest=148480).levels["recompute"].working
+    more = 2 * 2 * (4096 - 1024) * 148480 * 2  # wider Q K V, twice in the peak, kept and as gradients
+    assert grouped - (each - more) == pytest.approx(2 * 4096 * 2 * 148480, rel=0.05)
 
 
 def test_gradients_come_as_backwards_end() -> None:
