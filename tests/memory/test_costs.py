@@ -284,8 +284,8 @@ def test_small_tiles_take_less_memory_and_more_time() -> None:
     assert costs(LLAMA_8B, 2048, compact=2048) == costs(LLAMA_8B, 2048)  # one tile in any case
 
 
-def test_grouped_queries_cost_attention_s_backward_a_key_and_value_for_every_head() -> None:
-    """8B, r=32, one row of 148,480 tokens under 24 GiB on an H200: 23.81 GiB measured; 16.5 KiB a token were missing."""
+def test_grouped_queries_cost_attention_s_backward_keys_of_every_head() -> None:
+    """8B, r=32, one row of 148,480 tokens under 24 GiB on an H200: 16 KiB a token were missing."""
     shape = replace(LLAMA_8B, qkv_rank=96, output_rank=32, gate_up_rank=64, down_rank=32)
     found = costs(shape, 148480, longest=148480)
     grouped = found.levels["recompute"].working
