@@ -3,9 +3,11 @@
 The K-quants (q2_k … q6_k) are ours. With importance weights the older types (q4_0 … q5_1) are ours too. Without them
 those, and f32 … q8_0 always, are the `gguf` library's, bit by bit what llama.cpp writes.
 
-A type's error is measured with `weight` on each squared difference: the importance of the weight's column, which is
-the mean square of what the layer is fed there. An output's error is W's error times the input, so an error in a column
-that is fed large numbers costs more.
+Each squared difference has a weight. One factor is the importance of the weight's column, the mean square of what the
+layer is fed there: an output's error is W's error times the input, so an error in a column that is fed large numbers
+costs more. The other is llama.cpp's √(σ² + x²), with σ² the (super-)block's mean square: what is large counts more. It
+costs a little of the plain error and gains perplexity: SmolLM2 with all projections in q3_k, 17.8 without and 16.8 with
+it (17.9 by llama.cpp).
 """
 
 from __future__ import annotations
@@ -74,9 +76,18 @@ def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> num
     step = max(1, _CHUNK * torch.get_num_threads() // columns)
     for start in range(0, matrix.shape[0], step):
         part = matrix[start : start + step].float()
-        weight = torch.ones_like(part) if importance is None else importance.expand_as(part)
-        out[start : start + step] = function(part.reshape(-1, size), weight.reshape(-1, size)).view(len(part), -1)
+        blocks = part.reshape(-1, size)
+        weight = _weight(blocks)
+        if importance is not None:
+            weight *= importance.expand_as(part).reshape(-1, size)
+        out[start : start + step] = function(blocks, weight).view(len(part), -1)
     return out.view(*tensor.shape[:-1], -1).numpy()
+
+
+def _weight(blocks: Tensor) -> Tensor:
+    """√(σ² + x²) / σ: what is large in its (super-)block counts more. 1 in blocks of zeros."""
+    mean = blocks.square().mean(1, keepdim=True)
+    return (blocks.square() / mean.clamp_min(1e-38)).add_(1).sqrt_()
 
 
 def _checked(importance: Tensor, columns: int) -> Tensor | None:
