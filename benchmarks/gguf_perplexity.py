@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastft import FastModel
 from fastft.loading.gguf import dequantized_folder
+from fastft.saving.importance import measure_importance
 
 ap = argparse.ArgumentParser()
 ap.add_argument("model")
@@ -94,7 +95,9 @@ if a.unround:
     unround(model)
 ids = torch.tensor(tokenizer("\n\n".join(read(a.text))[: 8 * a.tokens])["input_ids"])[: a.tokens]
 rows = [row for row in ids.split(512) if len(row) > 1]
-calibration = read(a.calibration)[: a.calibration_rows] if a.calibration else None
+calibration = None
+if a.calibration:
+    calibration = measure_importance(model, tokenizer, read(a.calibration)[: a.calibration_rows])
 has_llama_cpp = importlib.util.find_spec("llama_cpp") is not None
 results: list[dict[str, object]] = []
 sizes: dict[str, int] = {}

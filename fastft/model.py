@@ -32,6 +32,7 @@ from fastft.saving.methods import bind
 if TYPE_CHECKING:
     from fastft.saving.gguf_file import SavedGguf
     from fastft.saving.gguf_lora import SavedGgufAdapter
+    from fastft.saving.importance import Importance
     from fastft.saving.merged import SavedModel
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
@@ -249,7 +250,7 @@ class FastModel:
         *,
         quantization: str = "q8_0",
         size: int | str | None = None,
-        calibration: Sequence[str] | None = None,
+        calibration: Sequence[str] | Importance | None = None,
         **merge_options: Any,
     ) -> SavedGguf:
         """See `fastft.saving.gguf_file.save_gguf`; `model.save_pretrained_gguf(folder, tokenizer)` is the same."""

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastft.patching.plan import inner_model
 from fastft.saving.check import evaluating
 from fastft.saving.gguf_model import reordered
-from fastft.saving.layout import owner
+from fastft.saving.gguf_tensors import gguf_names
+from fastft.saving.layout import owner, plan_layout
 
 __all__ = ["Importance", "measure_importance"]
 
@@ -77,21 +79,21 @@ class _Watched:
         return self.felt.cpu() / tokens, self.fed.cpu() / self.felt.sum().cpu().clamp_min(1e-30)
 
 
-def measure_importance(
-    inner: Any, tokenizer: Any, texts: Sequence[str], names: Mapping[str, str], config: Any
-) -> Importance:
+def measure_importance(model: Any, tokenizer: Any, texts: Sequence[str]) -> Importance:
     """Run `texts` through the live model, adapters in use; it is as before afterwards.
 
     Args:
-        inner: the transformers model under any PEFT wrapper.
+        model: a PeftModel or a transformers model of a family that can be saved as GGUF, quantized or not.
         tokenizer: for the texts.
         texts: whole documents; longer ones are cut into pieces of 512 tokens.
-        names: GGUF name → transformers name of the plain model's tensors.
-        config: of the plain model.
 
     Raises:
-        ValueError: `texts` is one string, or too short to predict a token; activations that are not finite.
+        ValueError: `texts` is one string, or too short to predict a token; activations that are not finite; a family
+            that GGUF has no names for.
     """
+    inner = inner_model(model)
+    layout = plan_layout(inner, torch.float32, "dequantized")
+    config, names = layout.config, gguf_names(layout.tensors, layout.config)
     pieces = _pieces(tokenizer, texts)
     watched: dict[str, _Watched] = {}
     looked_up, embedded = _Watched(), list[Tensor]()
