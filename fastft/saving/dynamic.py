@@ -119,7 +119,7 @@ def _sensitivity(name: str, has_output: bool) -> float:
 
 def _sample(matrix: Tensor) -> tuple[Tensor, slice]:
     """Evenly spaced rows of a matrix, float32, and which."""
-    step = max(1, matrix.numel() // _SAMPLE)
+    step = min(max(1, matrix.numel() // _SAMPLE), len(matrix))
     kept = slice(step // 2, None, step)
     return matrix[kept].float(), kept
 

@@ -11,7 +11,7 @@ import torch
 
 import fastft
 from fastft import FastModel
-from fastft.saving.dynamic import Option, budget_bytes, cost, lower_hull, spend
+from fastft.saving.dynamic import Option, _sample, budget_bytes, cost, lower_hull, spend
 from fastft.saving.importance import Importance, measure_importance
 from tests import support
 from tests.saving.tokenizers import VOCABULARY, byte_level
@@ -142,6 +142,14 @@ def test_a_cost_is_what_the_formula_says() -> None:
     kept = slice(1, None, 2)
     sampled = cost(matrix[kept], kept, "q3_k", [(rows, columns)], columns)
     assert sampled == pytest.approx(expected, rel=0.2)
+
+
+def test_a_sample_has_rows_whatever_the_shape() -> None:
+    for shape in ((1, 2**21), (3, 2**20), (4096, 512), (2, 32)):
+        matrix = torch.zeros(1).expand(shape)
+        rows, kept = _sample(matrix)
+        assert 0 < len(rows) == len(matrix[kept])
+        assert rows.numel() <= max(2 * 2**19, shape[1])
 
 
 def test_a_tied_head_counts_as_both(tmp_path: pathlib.Path) -> None:

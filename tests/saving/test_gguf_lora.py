@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fastft import FastModel
 from tests import support
+from tests.saving.tokenizers import VOCABULARY, byte_level
 
 gguf = pytest.importorskip("gguf")
 
@@ -146,3 +148,22 @@ def test_a_number_that_float16_cannot_hold_is_found_and_nothing_is_left(tmp_path
     with pytest.raises(SaveCheckError, match="ffn_up"):
         FastModel.save_gguf_adapter(model, tmp_path / "adapter", dtype="f16")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+def test_llama_cpp_answers_with_the_adapter_as_peft_does(tmp_path: pathlib.Path) -> None:
+    from llama_cpp import Llama
+
+    tokenizer = byte_level()
+    base = support.build_model(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    file = FastModel.save_gguf(base, tokenizer, tmp_path / "base", quantization="f32").file
+    model = support.add_lora(base, use_rslora=True, rank_pattern={"q_proj": 2}).eval()
+    adapter = FastModel.save_gguf_adapter(model, tmp_path / "adapter").file
+    ids = tokenizer("the cat in the hat 123")["input_ids"]
+    engine = Llama(str(file), lora_path=str(adapter), n_ctx=64, verbose=False, n_threads=1, logits_all=True)
+    engine.eval(ids)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    found = torch.from_numpy(numpy.array(engine.scores[: len(ids)]))
+    assert float((found - expected).norm() / expected.norm()) < 2e-3  # its cache is float16
