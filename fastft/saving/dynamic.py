@@ -3,7 +3,7 @@
 Every matrix is rounded to every type it could have, and what the rounding costs is measured. With importance
 (`importance.py`) the cost is an estimate of the loss itself. Without it, it is the share of the matrix that becomes
 noise, ‖Δ‖²/‖W‖², times what a share of noise costs in a matrix of its kind. Those factors were measured on one model
-(SmolLM2-135M, by importance, the geometric mean over its layers) and are a rule of thumb for another: calibrate.
+(SmolLM2-135M, by importance, in the mean over its layers) and are a rule of thumb for another: calibrate.
 
 Then bits are bought where they save most. For each matrix only the types on the lower convex hull of (bytes, cost) are
 worth considering; all matrices start at their smallest, and the step that saves the most cost per byte comes first, as
@@ -31,15 +31,15 @@ _SUPER_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 _BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 _SAMPLE = 2**19  # weights of a matrix that its costs are measured on
 _SENSITIVITIES = {
-    "output": 20.0,
-    "token_embd": 7.0,
-    "ffn_down": 0.8,
-    "ffn_up": 0.64,
-    "ffn_gate": 0.46,
-    "attn_v": 0.83,
-    "attn_k": 0.39,
-    "attn_q": 0.27,
-    "attn_output": 0.24,
+    "output": 70.0,
+    "token_embd": 3.0,
+    "ffn_down": 1.5,
+    "ffn_up": 1.0,
+    "ffn_gate": 0.65,
+    "attn_v": 1.0,
+    "attn_k": 0.45,
+    "attn_q": 0.35,
+    "attn_output": 0.45,
 }
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 

@@ -12,6 +12,11 @@ hardly look at what comes out. By mean xⱼ² alone that layer of SmolLM2 matter
 neighbours.) G makes errors in different tensors comparable, which the choice of types needs. Both come from one forward
 pass with hooks and one backward pass through the activations; no weight gets a gradient. An embedding looks rows up:
 there the columns' weight is G's, and every row counts alike.
+
+The loss is that of tokens drawn from the model's own distribution, as the second-order term (Fisher's) wants them. With
+the text's own tokens a gradient that all tokens of a text share, which is no curvature, adds up: SmolLM2's inner layers
+then seem ten times as sensitive against its head as they are. For all projections in q4_0 the formula says a loss of
+0.19, and 0.11 is measured.
 """
 
 from __future__ import annotations
@@ -111,8 +116,13 @@ def measure_importance(model: Any, tokenizer: Any, texts: Sequence[str]) -> Impo
                 handles.append(module.register_forward_hook(watched[target].hook))
         handles.append(embedding.register_forward_hook(_watch_embedding(embedded, looked_up)))
         with evaluating(inner), torch.enable_grad():
+            generator: torch.Generator | None = None
             for piece in pieces:
-                _backward(inner, piece.to(embedding.weight.device), embedded)
+                logits = inner(input_ids=piece.to(embedding.weight.device), use_cache=False).logits[0].float()
+                generator = generator or torch.Generator(logits.device).manual_seed(0)
+                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+                loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+                torch.autograd.grad(loss, embedded.pop())
     finally:
         for handle in handles:
             handle.remove()
@@ -141,12 +151,6 @@ def _watch_embedding(embedded: list[Tensor], looked_up: _Watched) -> Callable[..
         embedded.append(output)
 
     return hook
-
-
-def _backward(inner: Any, ids: Tensor, embedded: list[Tensor]) -> None:
-    logits = inner(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    loss = nn.functional.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="sum")
-    torch.autograd.grad(loss, embedded.pop())
 
 
 def _collected(

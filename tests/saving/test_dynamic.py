@@ -88,8 +88,8 @@ def test_sizes_are_read() -> None:
             budget_bytes(wrong, shapes, 0)
 
 
-def test_importance_is_that_of_gradients_and_inputs(batch: Any) -> None:
-    """Against autograd, token by token; q's rows in GGUF's order; the model is as before."""
+def test_importance_is_that_of_gradients_and_inputs() -> None:
+    """Against autograd, token by token, labels drawn; q's rows in GGUF's order; the model is as before."""
     model = support.add_lora(build())
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     found = importance_of(model)
@@ -108,10 +108,12 @@ def test_importance_is_that_of_gradients_and_inputs(batch: Any) -> None:
     }.items():
         module.register_forward_hook(lambda _, args, output, name=name: seen[name].append((args[0], output)))
     g: dict[str, list[torch.Tensor]] = {name: [] for name in seen}
+    generator = torch.Generator().manual_seed(0)
     for text in TEXTS:
         ids = torch.tensor([byte_level()(text)["input_ids"]])
-        log_probabilities = inner(ids).logits[0, :-1].log_softmax(-1)
-        loss = -log_probabilities.gather(1, ids[0, 1:, None]).sum()
+        log_probabilities = inner(ids).logits[0].log_softmax(-1)
+        drawn = torch.multinomial(log_probabilities.detach().exp(), 1, generator=generator)
+        loss = -log_probabilities.gather(1, drawn).sum()
         for name, gradient in zip(seen, torch.autograd.grad(loss, [seen[n][-1][1] for n in seen]), strict=True):
             g[name].append(gradient[0])
     for name, target in {"q_proj": "blk.1.attn_q", "down_proj": "blk.1.ffn_down", "lm_head": "output"}.items():
