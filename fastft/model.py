@@ -31,6 +31,8 @@ from fastft.saving.methods import bind
 
 if TYPE_CHECKING:
     from fastft.saving.gguf_file import SavedGguf
+    from fastft.saving.gguf_lora import SavedGgufAdapter
+    from fastft.saving.importance import Importance
     from fastft.saving.merged import SavedModel
 
 __all__ = ["TARGET_MODULES", "FastLanguageModel", "FastModel", "patch"]
@@ -247,12 +249,25 @@ class FastModel:
         folder: str | os.PathLike[str],
         *,
         quantization: str = "q8_0",
+        size: int | str | None = None,
+        calibration: Sequence[str] | Importance | None = None,
         **merge_options: Any,
     ) -> SavedGguf:
         """See `fastft.saving.gguf_file.save_gguf`; `model.save_pretrained_gguf(folder, tokenizer)` is the same."""
         from fastft.saving.gguf_file import save_gguf
 
-        return save_gguf(model, tokenizer, folder, quantization=quantization, **merge_options)
+        return save_gguf(
+            model, tokenizer, folder, quantization=quantization, size=size, calibration=calibration, **merge_options
+        )
+
+    @staticmethod
+    def save_gguf_adapter(
+        model: Any, folder: str | os.PathLike[str], *, adapter: str | None = None, dtype: str = "f32"
+    ) -> SavedGgufAdapter:
+        """See `fastft.saving.gguf_lora.save_gguf_adapter`; `model.save_pretrained_gguf_adapter(folder)` is the same."""
+        from fastft.saving.gguf_lora import save_gguf_adapter
+
+        return save_gguf_adapter(model, folder, adapter=adapter, dtype=dtype)
 
     @staticmethod
     def save_adapter(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> Path:

@@ -48,7 +48,7 @@ def save_adapter(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> 
     path = check_adapter_target(folder, bases)
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     with replacing(path, size) as temporary:
-        model.save_pretrained(temporary, selected_adapters=names)
+        model.save_pretrained(str(temporary), selected_adapters=names)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         for name in names:

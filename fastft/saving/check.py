@@ -30,7 +30,15 @@ from torch import Tensor, nn
 from fastft.patching.bitsandbytes import is_linear4bit
 from fastft.patching.registry import stock_only
 
-__all__ = ["LiveAnswers", "SaveCheckError", "allowed_difference", "live_answers", "relative", "reload_answers"]
+__all__ = [
+    "LiveAnswers",
+    "SaveCheckError",
+    "allowed_difference",
+    "evaluating",
+    "live_answers",
+    "relative",
+    "reload_answers",
+]
 
 
 class SaveCheckError(RuntimeError):
@@ -73,7 +81,7 @@ def live_answers(inner: Any, *, has_adapter: bool) -> LiveAnswers:
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     window = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32
     tokens = torch.randint(0, vocabulary, (2, min(24, window)), generator=generator)
-    with _evaluating(inner):
+    with evaluating(inner):
         logits = _ask(inner, tokens)
         without = None
         if has_adapter:
@@ -89,7 +97,8 @@ def _ask(model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, stock, without gradients; everything as before afterwards."""
     training = [(module, module.training) for module in model.modules()]
     # On some CPUs bitsandbytes repacks a 4-bit weight at the first evaluation, which corrupts later training.
     repacking = [(m, m.support_avx512bf16_for_cpu) for m in model.modules() if is_linear4bit(m)]
@@ -122,10 +131,10 @@ def _adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _coarsest(model: nn.Module) -> float:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    for module in model.modules():
-        if is_linear4bit(module):
-            dtypes |= {getattr(module, "compute_dtype", None) or torch.float32, module.weight.quant_state.dtype}  # type: ignore[union-attr]
+    dtypes: set[torch.dtype] = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    quantized: list[Any] = [module for module in model.modules() if is_linear4bit(module)]
+    for module in quantized:
+        dtypes |= {getattr(module, "compute_dtype", None) or torch.float32, module.weight.quant_state.dtype}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
 

@@ -43,12 +43,10 @@ def _one_below(module: Any) -> nn.Module | None:
         return module.token_adapter
     if isinstance(module, ModulesToSaveWrapper):
         chosen = module.active_adapters[0] if module.active_adapters else None
-        if module.disable_adapters or chosen not in module.modules_to_save:
+        if module.disable_adapters or chosen is None or chosen not in module.modules_to_save:
             return module.original_module
         return module.modules_to_save[chosen]
-    if isinstance(module, BaseTunerLayer):
-        return module.base_layer
-    return None
+    return getattr(module, "base_layer", None) if isinstance(module, BaseTunerLayer) else None
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -106,7 +104,7 @@ def _stored(module: Any, attribute: str, name: str) -> Tensor:
     if attribute == "weight" and _is_linear8bit(module):
         from peft.utils.integrations import dequantize_module_weight
 
-        return dequantize_module_weight(module)  # type: ignore[no-any-return]
+        return dequantize_module_weight(module)
     if not value.is_floating_point() and attribute == "weight":
         raise ValueError(
             f"{name}: {type(module).__name__} stores {value.dtype}, a quantized format that cannot be folded here "
@@ -187,7 +185,7 @@ def _update(layer: Any, adapter: str, name: str) -> Tensor:
         return update.T if getattr(layer, "fan_in_fan_out", False) else update
     if isinstance(layer, Linear) or not hasattr(layer, "get_delta_weight") or hasattr(layer, "parameter_name"):
         raise ValueError(f"{name}: {type(layer).__name__} holds an adapter whose update is not s·B·A of two matrices.")
-    return layer.get_delta_weight(adapter).detach().float()  # type: ignore[no-any-return]  # a convolution
+    return layer.get_delta_weight(adapter).detach().float()  # a convolution
 
 
 def _trained_bias(layer: Any, adapter: str) -> Tensor | None:

@@ -24,7 +24,7 @@ def require_architecture(config: Any) -> str:
     """GGUF's name of the architecture.
 
     Raises:
-        ValueError: a family or a RoPE scaling that is not supported.
+        ValueError: a family, a RoPE scaling or an attention window that is not supported.
     """
     name = ARCHITECTURES.get(config.model_type)
     if name is None:
@@ -39,7 +39,21 @@ def require_architecture(config: Any) -> str:
         )
     if getattr(config, "mlp_bias", False) and name == "llama":
         raise ValueError("biases in the MLP (mlp_bias=True) cannot be written as GGUF here. Save merged instead.")
+    _refuse_window(config)
     return name
+
+
+def _refuse_window(config: Any) -> None:
+    """llama.cpp attends to everything in these architectures: none of them has a key for a window."""
+    window = getattr(config, "sliding_window", None)
+    slides = config.model_type == "mistral" or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and window is not None and window < config.max_position_embeddings:
+        raise ValueError(
+            f"this model attends to the last {window} tokens only (sliding_window), and GGUF's architecture "
+            f"{ARCHITECTURES[config.model_type]!r} has no key for that: llama.cpp would answer differently after "
+            f"{window} tokens. Up to there nothing differs: set model.config.max_position_embeddings = {window}, which "
+            "becomes the file's context length, and save again."
+        )
 
 
 def _rope(config: Any) -> dict[str, Any]:

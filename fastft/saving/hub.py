@@ -51,7 +51,7 @@ def push_merged(
         SaveCheckError: as `save_merged`; nothing was sent.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     validate_repo_id(repo_id)
     api = HfApi(token=token) if api is None else api

@@ -37,7 +37,7 @@ from fastft.saving.layout import Layout, plan_layout
 from fastft.saving.original import OriginalCheckpoint, original_folder
 from fastft.saving.shards import Survival, write_shards
 
-__all__ = ["SaveCheckError", "SavedModel", "save_merged"]
+__all__ = ["SaveCheckError", "SavedModel", "dtype_named", "save_merged"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def save_merged(
         SaveCheckError: the written checkpoint is not the live model. It was removed.
     """
     inner = inner_model(model)
-    saved_dtype = _dtype_named(dtype, inner)
+    saved_dtype = dtype_named(dtype, inner)
     if base not in ("dequantized", "original"):
         raise ValueError(f"base={base!r} is not known: 'dequantized' (what training saw) or 'original'.")
     source = original_folder(inner)
@@ -129,7 +129,12 @@ def save_merged(
     return saved
 
 
-def _dtype_named(dtype: str | torch.dtype | None, inner: Any) -> torch.dtype:
+def dtype_named(dtype: str | torch.dtype | None, inner: Any) -> torch.dtype:
+    """The dtype that a save's `dtype` means; None: that of most of the model's weights.
+
+    Raises:
+        ValueError: not one that is saved.
+    """
     if dtype is None:
         dtype = _own_dtype(inner)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -187,7 +192,7 @@ def _checked(
             f"rounding to {dtype} allows {allowed:.3g} (the adapters' own effect is {effect}). Nothing was saved to "
             f"{path}. Please report this with fastft.report(model); until then save the adapter alone."
         )
-    if not exact and original is not None and effect is not None and effect > allowed:
+    if not exact and original is not None and live.without is not None and effect is not None and effect > allowed:
         plain = reload_answers(original.folder, layout.model_class, inner.config, dtype, live.tokens)
         _check_effect(logits - plain, live.logits - live.without, path)
     largest = float((logits - live.logits).abs().max())

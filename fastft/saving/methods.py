@@ -15,7 +15,7 @@ __all__ = ["bind"]
 
 def bind(model: Any) -> Any:
     """Give `model` its saving methods; returns it."""
-    for function in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf):
+    for function in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, save_pretrained_gguf_adapter):
         model.__dict__[function.__name__] = partial(function, model)
     return model
 
@@ -43,3 +43,10 @@ def save_pretrained_gguf(
     from fastft.saving.gguf_file import save_gguf
 
     return save_gguf(model, tokenizer, save_directory, quantization=quantization, **options)
+
+
+def save_pretrained_gguf_adapter(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> Any:
+    """`fastft.saving.gguf_lora.save_gguf_adapter(model, save_directory, **options)`."""
+    from fastft.saving.gguf_lora import save_gguf_adapter
+
+    return save_gguf_adapter(model, save_directory, **options)

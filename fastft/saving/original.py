@@ -49,6 +49,13 @@ class OriginalCheckpoint:
                 f"base='original': {self.folder} holds no model.safetensors. Use base='dequantized'."
             )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there, without reading it."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self.files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """One tensor, on the CPU.
 

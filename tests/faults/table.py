@@ -1720,6 +1720,138 @@ _GENERATION = [
     ),
 ]
 
+_GGUF_TYPES: tuple[Fault, ...] = (
+    *_faults(
+        "saving/quantizers/packing.py",
+        "tests/saving/test_quantizers.py::test_no_more_is_lost_than_by_llama_cpp",
+        [
+            (
+                "[q4_k]",
+                "the top bits of the later scales are another's",
+                "sc[:, :4] | (sc[:, 4:] >> 4) << 6",
+                "sc[:, :4] | (sc[:, 4:] >> 5) << 6",
+            ),
+            (
+                "[q3_k]",
+                "the high bits of a row's weights in the order of the weights",
+                "bits.view(-1, 8, 32) << torch.arange(8, dtype=torch.uint8).view(1, 8, 1)",
+                "bits.view(-1, 32, 8).mT << torch.arange(8, dtype=torch.uint8).view(1, 8, 1)",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/quantizers/search.py",
+        "tests/saving/test_quantizers.py::test_no_more_is_lost_than_by_llama_cpp",
+        [
+            (
+                "[q5_k]",
+                "the slope as if there were no minimum",
+                "slope = (sum_qy - fitted * sum_q) / sum_qq",
+                "slope = sum_qy / sum_qq",
+            ),
+            (
+                "[q3_k]",
+                "the grid through the extremes alone",
+                "for step in _SYMMETRIC_STEPS:",
+                "for step in (0.0,):",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/quantizers/__init__.py",
+        "tests/saving/test_quantizers.py::",
+        [
+            (
+                "test_importance_moves_the_error_to_where_it_costs_less[q4_k]",
+                "importance is not used",
+                "if importance is None else importance.expand_as(part)",
+                "if columns else importance.expand_as(part)",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/mixtures.py",
+        "tests/saving/test_mixtures.py::",
+        [
+            ("test_types_are_llama_cpps[q4_k_m]", "another third of the layers", "% 3 == 2", "% 3 == 1"),
+            (
+                "test_rows_that_are_no_super_blocks_fall_back_as_in_llama_cpp",
+                "a type with fewer bits takes the place of q4_k",
+                '"q4_k": "q5_0", "q5_k": "q5_1"',
+                '"q4_k": "q4_0", "q5_k": "q5_1"',
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/gguf_lora.py",
+        "tests/saving/test_gguf_lora.py::test_the_file_makes_the_update_that_training_made",
+        [
+            ("[llama-lora]", "rows of q's B in Hugging Face's order", "reordered(name, b, inner.config)", "b"),
+            (
+                "[llama-patterns]",
+                "the file's scale where PEFT has another",
+                "pair.b * (pair.scaling / applied)",
+                "pair.b",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/importance.py",
+        "tests/saving/test_dynamic.py::test_importance_is_that_of_gradients_and_inputs",
+        [
+            (
+                "",
+                "tokens that nothing depends on count as much",
+                "weighted = squares.sum(1) @",
+                "weighted = squares.sum(1).mean().expand(len(squares)) @",
+            ),
+            ("", "rows in Hugging Face's order", "reordered(names[target], vectors[0], config)", "vectors[0]"),
+        ],
+    ),
+    *_faults(
+        "saving/dynamic.py",
+        "tests/saving/test_dynamic.py::",
+        [
+            (
+                "test_where_one_price_of_a_byte_gives_a_choice_that_choice_is_found[0.01-0]",
+                "the worst bargain first",
+                "key=lambda step: -step[0]",
+                "key=lambda step: step[0]",
+            ),
+            (
+                "test_a_cost_is_what_the_formula_says",
+                "the rows that were not sampled are forgotten",
+                " * float(rows.sum() / some.sum().clamp_min(1e-30))",
+                "",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/gguf_file.py",
+        _GGUF,
+        [
+            (
+                "too_little_space_for_both_files_is_said_before_merging",
+                "the disk is asked for the checkpoint alone",
+                "checkpoint + budget + 64 * 2**20",
+                "checkpoint + 64 * 2**20",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/gguf_model.py",
+        _GGUF,
+        [
+            (
+                "what_cannot_be_written_is_refused_before_merging",
+                "a window that llama.cpp does not know is passed over",
+                "window < config.max_position_embeddings",
+                "window < 0",
+            ),
+        ],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -1731,4 +1863,5 @@ FAULTS: tuple[Fault, ...] = (
     *_SAVING,
     *_TRAINING,
     *_GENERATION,
+    *_GGUF_TYPES,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def field(reader: Any, name: str) -> Any:
     return reader.get_field(name).contents()
 
 
-@pytest.mark.parametrize("kind", gguf_file.QUANTIZATIONS)
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
 def test_each_type_reads_back_within_its_error(kind: str, tmp_path: pathlib.Path) -> None:
     """gguf's own reader; matrices in the type asked for, vectors in float32."""
     saved = FastModel.save_gguf(build(), byte_level(), tmp_path / "out", quantization=kind)
@@ -48,12 +49,38 @@ def test_each_type_reads_back_within_its_error(kind: str, tmp_path: pathlib.Path
     assert tensors["blk.1.ffn_down.weight"].tensor_type.name.lower() == kind
     assert tensors["output_norm.weight"].tensor_type.name == "F32"
     assert tensors["output.weight"].tensor_type.name.lower() == ("q8_0" if kind[:2] in ("q4", "q5") else kind)
-    assert (saved.largest_error == 0) == (kind == "f32") or saved.largest_error < gguf_file.QUANTIZATIONS[kind]
+    assert (saved.largest_error == 0) == (kind == "f32") or saved.largest_error < gguf_file.ALLOWED_ERRORS[kind]
     assert len(tensors) == 2 * 9 + 3
     names = {path.name for path in saved.file.parent.iterdir()}
     assert {"out-" + kind + ".gguf", "Modelfile", "model.safetensors", "config.json"} <= names
     assert not [name for name in names if name.endswith(".partial")]
     assert (tmp_path / "out" / "Modelfile").read_text() == f'FROM ./out-{kind}.gguf\nPARAMETER stop "</s>"\n'
+
+
+@pytest.fixture(scope="module")
+def wide() -> Any:
+    """Rows of 256 and 512: super-blocks."""
+    return build(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+
+
+@pytest.mark.parametrize(("preset", "name"), [("quantized", "q4_k_m"), ("q2_k_l", "q2_k_l"), ("q6_k", "q6_k")])
+def test_a_mixture_reads_back_and_transformers_answers_from_it(
+    preset: str, name: str, wide: Any, tmp_path: pathlib.Path, batch: Any
+) -> None:
+    """As `mixture_types` says (test_mixtures.py), file type and all; the answers are near the checkpoint's."""
+    from transformers import AutoModelForCausalLM
+
+    saved = FastModel.save_gguf(wide, byte_level(), tmp_path / "out", quantization=preset)
+    assert saved.file.name == f"out-{name}.gguf"
+    reader = gguf.GGUFReader(saved.file)
+    assert {tensor.name: tensor.tensor_type.name.lower() for tensor in reader.tensors} == saved.types
+    assert field(reader, "general.file_type") == gguf.LlamaFileType[f"MOSTLY_{name.upper().removesuffix('_L')}"]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=saved.file.name).eval()
+    with torch.no_grad():
+        logits = expected(batch["input_ids"]).logits
+        difference = (found(batch["input_ids"]).logits - logits).norm() / logits.norm()
+    assert difference < {"q6_k": 0.15, "q4_k_m": 0.6, "q2_k_l": 1.0}[name]  # rows out of order: 1.4
 
 
 @pytest.mark.parametrize("family", support.FAMILIES)
@@ -142,6 +169,13 @@ def test_what_cannot_be_written_is_refused_before_merging(tmp_path: pathlib.Path
         (build(), tokenizer, {}, "no known name"),  # characters, no bytes
         (build(vocab_size=200), byte_level(), {}, "resize_token_embeddings"),
         (build(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), byte_level(), {}, "RoPE"),
+        (build("mistral", sliding_window=64), byte_level(), {}, "max_position_embeddings = 64"),
+        (build(), byte_level(), {"quantization": "q4_k_m", "size": "4bpw"}, "goes with quantization='dynamic'"),
+        (build(), byte_level(), {"quantization": "dynamic", "size": "4 bits"}, "is no size"),
+        (build(), byte_level(), {"quantization": "dynamic", "size": "4.4bpw"}, "cannot be had"),
+        (build(), byte_level(), {"quantization": "dynamic", "size": "20kB"}, "cannot be had"),
+        (build(), byte_level(), {"calibration": "one text"}, "a list of texts"),
+        (build(), byte_level(), {"calibration": ["a", ""]}, "two tokens"),
     ]
     for model, vocabulary, options, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -172,6 +206,17 @@ def test_c50_a_writer_that_fails_leaves_the_checkpoint_whole(tmp_path: pathlib.P
         FastModel.save_gguf(build(), byte_level(), tmp_path / "out")
     assert not [path for path in (tmp_path / "out").iterdir() if "gguf" in path.name]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_too_little_space_for_both_files_is_said_before_merging(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    free = 700_000 + 64 * 2**20  # the checkpoint takes 460 kB in float32
+    usage = type(shutil.disk_usage(tmp_path))(free, 0, free)
+    monkeypatch.setattr(gguf_file.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(OSError, match=r"for the GGUF.*Nothing was merged") as caught:
+        FastModel.save_gguf(build(), byte_level(), tmp_path / "new" / "out", quantization="f32")
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+    FastModel.save_gguf(build(), byte_level(), tmp_path / "new" / "out", quantization="q8_0")
 
 
 def test_a_tensor_that_was_written_wrongly_is_found(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
