@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import torch
 
-from fastft.autograd.first_order import first_order
 from fastft.autograd import linear_cross_entropy as _linear_cross_entropy
 from fastft.autograd import lora_linear as _lora_linear
+from fastft.autograd.first_order import first_order
 from fastft.kernels import nf4
 from fastft.kernels import rms_norm as rms_norm_kernels
 from fastft.kernels import rope as rope_kernels
@@ -124,11 +124,17 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 @functools.wraps(_linear_cross_entropy.linear_cross_entropy)
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> torch.Tensor:
     if torch.compiler.is_compiling():
         from fastft import operators
 
-        for name in ("on_empty", "skip_below", "on_skip"):  # a callback, and an approximation that is one's to leave out
+        for name in (
+            "on_empty",
+            "skip_below",
+            "on_skip",
+        ):  # callbacks, and an approximation nobody has to make
             options.pop(name, None)
         return operators.linear_cross_entropy(hidden, weight, labels, **options)
     return _linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, **options)

@@ -120,9 +120,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def cross_entropy(
-    logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean"
-) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean") -> Tensor:
     """`torch.nn.functional.cross_entropy` for class indices, on our kernel.
 
     Args:

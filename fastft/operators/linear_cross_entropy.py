@@ -325,9 +325,14 @@ def linear_cross_entropy(
 
     Returns:
         A scalar, or [...] for "none"; float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: for arguments that do not fit each other; at run time, for a label outside the vocabulary.
     """
+    pair.check_reduction(hidden, labels, reduction, num_items_in_batch)
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets = labels.reshape(-1).to(device=hidden.device, dtype=torch.int64)
+    pair.check(rows, weight, bias, targets, softcap, temperature, label_smoothing, (), None)
     grad = torch.is_grad_enabled()
     loss, counted, *_ = linear_cross_entropy_op(
         rows,

@@ -202,7 +202,7 @@ def lora_linear(
     bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`fastft.functional.lora_linear` for a compiler: one operator over a 4-bit weight, plain products over a dense one.
+    """`fastft.functional.lora_linear` for a compiler: an operator over a 4-bit weight, plain products over a dense one.
 
     Args:
         x: [..., in].
