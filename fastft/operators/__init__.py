@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from fastft.operators.cross_entropy import cross_entropy
 from fastft.operators.linear_cross_entropy import linear_cross_entropy
-from fastft.operators.lora_linear import dequantize, lora_linear, lora_linear_4bit
+from fastft.operators.lora_linear import dequantize, lora_linear, lora_linear_4bit, lora_linear_4bit_flat
 from fastft.operators.rms_norm import rms_norm
 from fastft.operators.rope import rope
 from fastft.operators.swiglu import swiglu
@@ -37,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "lora_linear",
     "lora_linear_4bit",
+    "lora_linear_4bit_flat",
     "rms_norm",
     "rope",
     "swiglu",

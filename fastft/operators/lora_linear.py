@@ -19,7 +19,7 @@ from fastft.kernels import nf4
 from fastft.kernels.join import Adapter, padded_rank
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["dequantize", "lora_linear", "lora_linear_4bit", "lora_linear_4bit_backward_op", "lora_linear_4bit_op"]
+__all__ = ["dequantize", "lora_linear", "lora_linear_4bit", "lora_linear_4bit_backward_op", "lora_linear_4bit_flat", "lora_linear_4bit_op"]
 
 
 def flat_weight(weight: QuantizedWeight) -> tuple[list[Tensor], list[int], torch.dtype]:
@@ -191,6 +191,41 @@ def lora_linear_4bit(
     """`lora_linear` over a 4-bit weight."""
     compute_dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
     return lora_linear_4bit_op(x, lora_a, lora_b, bias, *flat_weight(weight), compute_dtype, scale)[0]
+
+
+def lora_linear_4bit_flat(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    absmax_code: Tensor | None,
+    absmax_scale: Tensor | None,
+    offset: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    blocksize: int,
+    scale: float,
+) -> Tensor:
+    """`lora_linear_4bit` with the weight's fields one by one, as a module holds them in buffers.
+
+    Args:
+        x: [..., in].
+        packed, absmax, code, absmax_code, absmax_scale, offset, blocksize: as in `QuantizedWeight`; the nested scales
+            (blocks of 256) are three tensors or three times None.
+        lora_a, lora_b, bias, scale: as in `lora_linear`.
+        out_features: rows of the weight.
+
+    Returns:
+        [..., out_features] in the compute dtype.
+    """
+    weight = [packed, absmax, code]
+    if absmax_code is not None and absmax_scale is not None and offset is not None:
+        weight += [absmax_code, absmax_scale, offset]
+    dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
+    numbers = [out_features, x.shape[-1], blocksize, 256]
+    return lora_linear_4bit_op(x, lora_a, lora_b, bias, weight, numbers, dtype, dtype, scale)[0]
 
 
 def lora_linear(
