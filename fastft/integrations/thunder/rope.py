@@ -19,7 +19,7 @@ from fastft import functional
 from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, torch_dtype
 from fastft.operators.rope import rope_one_op, rope_op
 
-__all__ = ["claim_apply_rope", "claim_apply_rotary_pos_emb", "rope", "rope_one"]
+__all__ = ["claim_apply_rotary_pos_emb", "rope", "rope_one"]
 
 
 def _meta(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> tuple[Any, Any]:
@@ -115,8 +115,8 @@ def _apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int
     return (q * cos) + (_rotate_half(q) * sin), (k * cos) + (_rotate_half(k) * sin)
 
 
-def _apply_rope(x: Any, cos: Any, sin: Any) -> Any:
-    """litgpt's function in a trace; it turns the slice of the head that it is given, so R is D."""
+def rope_one(x: Any, cos: Any, sin: Any) -> Any:
+    """`litgpt.model.apply_rope` in a trace; it turns the slice of the head that it is given, so R is D."""
     reason = _reason(cos, sin, x)
     if reason is None and cos.shape[-1] != x.shape[-1]:
         reason = f"cos of {cos.shape[-1]} columns for heads of {x.shape[-1]}"
@@ -127,11 +127,6 @@ def _apply_rope(x: Any, cos: Any, sin: Any) -> Any:
         shape = (cos.shape[0],) + (1,) * added + tuple(cos.shape[1:])
         cos, sin = ltorch.reshape(cos, shape), ltorch.reshape(sin, shape)
     return ltorch.to((x * cos) + (_rotate_half(x) * sin), x.dtype)
-
-
-def rope_one(x: Any, cos: Any, sin: Any) -> Any:
-    """`litgpt.model.apply_rope` in a trace."""
-    return _apply_rope(x, cos, sin)
 
 
 def claim_apply_rotary_pos_emb() -> None:
@@ -155,10 +150,3 @@ def _is_the_usual_rotation(function: Any) -> bool:
 
     ours, theirs = code(modeling_llama.apply_rotary_pos_emb), code(function)
     return ours is not None and theirs is not None and ours.co_code == theirs.co_code
-
-
-def claim_apply_rope() -> None:
-    """Claim litgpt's rotation."""
-    import litgpt.model
-
-    executor.substitute(litgpt.model.apply_rope, _apply_rope)
