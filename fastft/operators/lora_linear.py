@@ -19,7 +19,14 @@ from fastft.kernels import nf4
 from fastft.kernels.join import Adapter, padded_rank
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["dequantize", "lora_linear", "lora_linear_4bit", "lora_linear_4bit_backward_op", "lora_linear_4bit_flat", "lora_linear_4bit_op"]
+__all__ = [
+    "dequantize",
+    "lora_linear",
+    "lora_linear_4bit",
+    "lora_linear_4bit_backward_op",
+    "lora_linear_4bit_flat",
+    "lora_linear_4bit_op",
+]
 
 
 def flat_weight(weight: QuantizedWeight) -> tuple[list[Tensor], list[int], torch.dtype]:

@@ -65,10 +65,10 @@ def _reason(
         return "size_average or reduce, which torch has deprecated"
     if reduction not in ("mean", "sum", "none"):
         return f"reduction={reduction!r}"
-    if a.ndim != 2 or target.ndim != 1:
-        return f"logits with {a.ndim} dimensions and a target with {target.ndim}: expected 2 and 1"
     if target.dtype not in (dtypes.int64, dtypes.int32):
         return f"a target of {torch_dtype(target)}: class probabilities"
+    if a.ndim != 2 or target.ndim != 1:
+        return f"logits with {a.ndim} dimensions and a target with {target.ndim}: expected 2 and 1"
     if torch_dtype(a) not in FLOATS:
         return f"logits of {torch_dtype(a)}"
     return "logits and target on different devices" if a.device != target.device else None

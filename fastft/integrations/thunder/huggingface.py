@@ -122,5 +122,3 @@ def prepare_hf(model: nn.Module) -> Prepared:
         elif name == "MLP":
             prepared.notes.append(f"MLP with {type(module.act_fn).__name__}: left as it is")
     return prepared
-
-

@@ -163,9 +163,7 @@ def linear_cross_entropy(
     rows = ltorch.reshape(hidden, (-1, hidden.shape[-1]))
     targets = ltorch.to(ltorch.reshape(labels, (-1,)), dtypes.int64)
     transform = (float(logit_scale), float(softcap or 1.0), float(temperature), float(label_smoothing))
-    loss, counted = _composite(
-        rows, weight, bias, targets, ignore_index, summed, transform, softcap is not None
-    )
+    loss, counted = _composite(rows, weight, bias, targets, ignore_index, summed, transform, softcap is not None)
     if not summed:
         return ltorch.reshape(loss, tuple(labels.shape))
     if reduction == "sum":

@@ -64,9 +64,7 @@ def _backward_meta(grad: Any, low_rank: Any, needs: tuple[bool, ...], *arguments
     )
 
 
-_backward_symbol = executor.register_operator(
-    "fastft_lora_linear_4bit_backward", meta=_backward_meta, fn=_run_backward
-)
+_backward_symbol = executor.register_operator("fastft_lora_linear_4bit_backward", meta=_backward_meta, fn=_run_backward)
 
 
 def _like(*arguments: Any) -> Any:

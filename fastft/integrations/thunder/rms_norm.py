@@ -39,9 +39,7 @@ def _backward_meta(grad: Any, x: Any, weight: Any, inverse_rms: Any, mode: str, 
     return TensorProxy(like=x), TensorProxy(like=weight, shape=tuple(weight.shape) if needs_weight else (0,))
 
 
-_backward_symbol = executor.register_operator(
-    "fastft_rms_norm_backward", meta=_backward_meta, fn=rms_norm_backward_op
-)
+_backward_symbol = executor.register_operator("fastft_rms_norm_backward", meta=_backward_meta, fn=rms_norm_backward_op)
 
 
 def _gradient(x: Any, weight: Any, eps: float, mode: str) -> Any:
