@@ -1,7 +1,7 @@
 """A list of executors out of those that are here.
 
-Thunder raises for a name it does not know, and nvFuser has no build for current torch releases: the list in litgpt's own
-examples cannot be used as it stands.
+Thunder raises for a name it does not know, and nvFuser has no build for current torch releases: the list in litgpt's
+own examples cannot be used as it stands.
 """
 
 from __future__ import annotations

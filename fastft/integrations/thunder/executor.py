@@ -1,8 +1,8 @@
 """The executor "fastft": a set of Thunder operators, and what it says about calls it left alone.
 
 An executor claims symbols of Thunder's traces (`torch.nn.functional.cross_entropy`) or Python functions met while a
-program is traced (`litgpt.model.apply_rope`). A claim has a checker. Where it says no, Thunder takes the call apart as it
-would have without us, and the reason is kept in `declined`: a fallback costs nothing but speed, and is never secret.
+program is traced (`litgpt.model.apply_rope`). A claim has a checker. Where it says no, Thunder takes the call apart as
+it would have without us, and the reason is kept in `declined`: a fallback costs speed, and is never secret.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ register_executor(executor)
 def needs_gradient(proxy: Any) -> bool:
     """Whether a gradient of `proxy` may be wanted; to be asked inside a gradient transform.
 
-    Inputs of the program know whether they require one (a frozen weight does not, and then its gradient is not computed).
+    Inputs of the program know whether they require one: a frozen weight does not, and its gradient is not computed.
     Intermediate values do not know in Thunder 0.2.6, so theirs is always computed.
     """
     if proxy is None:

@@ -1,7 +1,7 @@
 """Making a transformers 5 model traceable by Thunder, with its norms, MLPs and rotation on our functions.
 
-Three things stand between `thunder.jit` and a transformers 5 model. The backbone's forward is wrapped by decorators that
-set a context variable, which Thunder refuses ("trying to set .global_var"): the function inside is bound to the
+Three things stand between `thunder.jit` and a transformers 5 model. The backbone's forward is wrapped by decorators
+that set a context variable, which Thunder refuses ("trying to set .global_var"): the function inside is bound to the
 instance. The hook that makes embeddings require a gradient (PEFT under gradient checkpointing) calls a method proxies
 lack: it is taken off, which non-reentrant checkpointing does not miss. And the model's RMSNorm and MLP are written out
 in torch operations, where an executor can only claim what has a name: their forwards call `fastft.functional`.

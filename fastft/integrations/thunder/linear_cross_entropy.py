@@ -1,8 +1,8 @@
 """`fastft.functional.linear_cross_entropy` in Thunder: head and loss as one operator, no logits in either trace.
 
-The forward makes the gradients of hidden, weight and bias on the way (a frozen head's are not made); the backward scales
-them. Per-token losses of a head that trains would need the logits a second time, which this integration does not offer:
-they raise, and name the way out.
+The forward makes the gradients of hidden, weight and bias on the way (a frozen head's are not made); the backward
+scales them. Per-token losses of a head that trains would need the logits a second time, which this integration does not
+offer: they raise, and name the way out.
 """
 
 from __future__ import annotations

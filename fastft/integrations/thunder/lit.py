@@ -2,8 +2,8 @@
 
 litgpt writes these three out in torch operations. Thunder would see `pow`, `mean`, `mul`; an executor can only claim
 what has a name (`apply_rope` has one, and is claimed as it is). So the two forwards are exchanged for ones that call
-`fastft.functional`, on the classes (litgpt builds its models from them), and the rotation for one that runs our operator
-in eager torch and under `torch.compile` too: for the duration of a context, or until `restore()`.
+`fastft.functional`, on the classes (litgpt builds its models from them), and the rotation for one that runs our
+operator in eager torch and under `torch.compile` too: for the duration of a context, or until `restore()`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ __all__ = ["import_thunder"]
 
 _NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 _INSTALL = (
-    "Install it with `pip install lightning-thunder`; beside transformers 5, litgpt needs `pip install --no-deps litgpt` "
-    "(it asks for an older huggingface_hub, and works with the new one)."
+    "Install it with `pip install lightning-thunder`; beside transformers 5, litgpt needs `pip install --no-deps "
+    "litgpt` (it asks for an older huggingface_hub, and works with the new one)."
 )
 
 

@@ -1,4 +1,4 @@
-"""Without Lightning Thunder nothing here is collected: it is no dependency, and CI has it in an environment of its own."""
+"""Without Lightning Thunder nothing here is collected: it is no dependency; CI has it in an environment of its own."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_what_prepare_hf_binds_is_what_the_model_computes() -> None:
 
 
 def test_a_planned_model_and_no_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="fastft.unpatch"):
+    with pytest.raises(ValueError, match=r"fastft\.unpatch"):
         fastft_thunder.prepare_hf(fastft.patch(support.build_model()))
     with pytest.raises(TypeError, match="got Linear"):
         fastft_thunder.prepare_hf(torch.nn.Linear(2, 2))

@@ -52,7 +52,7 @@ def test_absent_executors_are_left_out_with_a_note(caplog: pytest.LogCaptureFixt
 
 
 def test_no_executor_at_all_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(ValueError, match="none of the executors .*fastft"):
+    with pytest.raises(ValueError, match=r"none of the executors .*fastft"):
         fastft_thunder.executors("no_such_fuser")
 
 
