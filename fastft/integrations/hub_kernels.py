@@ -46,9 +46,7 @@ class FastftRotary(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 2:  # [B, S, heads, D]
             q, k = functional.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
             return q.transpose(1, 2), k.transpose(1, 2)
