@@ -143,7 +143,13 @@ def step_of(model: Any, row: str) -> Any:
 
         fuser = ("torchcompile_cat", "torch") if kind == "thunder-cat" else ("torchcompile", "torch")
         thunder = import_thunder()
-        return step, thunder.jit(step, executors=executors("sdpa", *(["fastft"] if ours else []), *fuser))
+        transforms = []
+        if ours and not linear:
+            from fastft.integrations.thunder import InPlaceLoss
+
+            transforms = [InPlaceLoss()]
+        chosen = executors("sdpa", *(["fastft"] if ours else []), *fuser)
+        return step, thunder.jit(step, executors=chosen, transforms=transforms)
     return step, step
 
 

@@ -1,16 +1,16 @@
 """fastft's RMSNorm and rotation as a mapping for Hugging Face's `kernels`, with no hub and no download.
 
-transformers marks exchangeable parts by name ("RMSNorm", "rotary_pos_emb"); `kernels.kernelize` gives each a forward out
-of a mapping. A mapping's value may be any object with `load()`, so ours names classes that are here already.
+transformers marks exchangeable parts by name ("RMSNorm", "rotary_pos_emb"); `kernels.kernelize` gives each a forward
+out of a mapping. A mapping's value may be any object with `load()`, so ours names classes that are here already.
 
-What is marked is little: MLP and loss are not, so `fastft.patch` does more. The two do not add up. A planned model is left
-alone here, because its layers run as one node and would fall back to their parts around an exchanged norm. A model
+What is marked is little: MLP and loss are not, so `fastft.patch` does more. The two do not add up. A planned model is
+left alone here, because its layers run as one node and would fall back to their parts around an exchanged norm. A model
 loaded with `use_kernels=True` carries the hub's kernels: `fastft.patch` leaves those alone and reports it. And a model
 kernelized here and then patched runs its norms from here and the rest from the plan, reported part by part. No part is
 ever computed by both.
 
-One trap is `kernels`' own: the rotation is a single object for each modeling file, so exchanging it in one model does so
-in all models of that family in the process. It is left out unless asked for.
+One trap is `kernels`' own: the rotation is a single object for each modeling file, so exchanging it in one model does
+so in all models of that family in the process. It is left out unless asked for.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _kernels() -> Any:
         import kernels
     except ImportError as error:
         raise ImportError(
-            "fastft.integrations.hub_kernels needs Hugging Face's `kernels`, which is not installed. Install the version "
-            "that your transformers asks for (transformers.utils.import_utils.KERNELS_MIN_VERSION)."
+            "fastft.integrations.hub_kernels needs Hugging Face's `kernels`, which is not installed. Install the "
+            "version that your transformers asks for (transformers.utils.import_utils.KERNELS_MIN_VERSION)."
         ) from error
     return kernels

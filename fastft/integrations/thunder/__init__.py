@@ -28,9 +28,10 @@ from fastft.integrations.thunder import (  # noqa: E402
 from fastft.integrations.thunder.choice import executors  # noqa: E402
 from fastft.integrations.thunder.executor import FastftExecutor, executor  # noqa: E402
 from fastft.integrations.thunder.huggingface import prepare_hf  # noqa: E402
+from fastft.integrations.thunder.in_place import InPlaceLoss  # noqa: E402
 from fastft.integrations.thunder.lit import patch_litgpt  # noqa: E402
 from fastft.integrations.thunder.plugin import Plugin  # noqa: E402
 
-__all__ = ["FastftExecutor", "Plugin", "executor", "executors", "patch_litgpt", "prepare_hf"]
+__all__ = ["FastftExecutor", "InPlaceLoss", "Plugin", "executor", "executors", "patch_litgpt", "prepare_hf"]
 
 _OPERATIONS = (cross_entropy, linear_cross_entropy, lora_linear, rms_norm, rope, swiglu)  # each registers its own

@@ -21,7 +21,7 @@ from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, 
 from fastft.kernels.cross_entropy import STATISTICS
 from fastft.operators.cross_entropy import cross_entropy_backward_op, cross_entropy_op
 
-__all__ = ["cross_entropy_backward_symbol", "cross_entropy_symbol"]
+__all__ = ["backward_meta", "cross_entropy_backward_symbol", "cross_entropy_symbol"]
 
 
 def _meta(a: Any, target: Any, ignore_index: int, reduction: str) -> tuple[Any, Any, Any]:
@@ -37,14 +37,14 @@ def _meta(a: Any, target: Any, ignore_index: int, reduction: str) -> tuple[Any, 
 cross_entropy_symbol = executor.register_operator("fastft_cross_entropy", meta=_meta, fn=cross_entropy_op)
 
 
-def _backward_meta(
+def backward_meta(
     grad: Any, a: Any, target: Any, statistics: Any, counted: Any, ignore_index: int, reduction: str
 ) -> Any:
     return TensorProxy(like=a)
 
 
 cross_entropy_backward_symbol = executor.register_operator(
-    "fastft_cross_entropy_backward", meta=_backward_meta, fn=cross_entropy_backward_op
+    "fastft_cross_entropy_backward", meta=backward_meta, fn=cross_entropy_backward_op
 )
 
 
