@@ -1,9 +1,9 @@
 """The loss's gradient over the logits themselves, where the traces prove that nobody else reads them.
 
 Logits are the largest tensor of a step (8,192 tokens of a 32,000-token vocabulary: 0.5 GB in 16 bits), and at the start
-of the backward they and their gradient exist side by side. The kernel could write the one over the other; whether it may
-is a question about the whole program, so it is answered there: after Thunder has optimized both traces, `InPlaceLoss`
-looks for
+of the backward they and their gradient exist side by side. The kernel could write the one over the other; whether it
+may is a question about the whole program, so it is answered there: after Thunder has optimized both traces,
+`InPlaceLoss` looks for
 
 * logits that a matrix product made in this trace, with nothing but views between it and the loss;
 * no other reader of them or of those views in the forward, and none among what it returns to the caller;

@@ -91,5 +91,5 @@ def test_a_second_backward_raises_instead_of_reading_what_was_overwritten() -> N
     )
     loss = jitted(*operands())
     loss.backward(retain_graph=True)
-    with pytest.raises(Exception, match=r"modified by an inplace operation|second time|freed|empty|unpack"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
