@@ -2,16 +2,16 @@
 
 Eager planned models read PEFT's and bitsandbytes' state at every call, keep counters, choose levels, fold whole layers
 into one autograd node. None of that can be traced, and most of it a compiler does itself. So while dynamo traces, a
-planned module takes the short way here: RMSNorm, RoPE, SwiGLU and the loss are operators (fastft/operators), the
-projections are called as the modules they are (PEFT's, and bitsandbytes', which are compiler-friendly), decoder layers
-run their class's own forward, checkpointed where the plan does not say keep.
+planned module takes the short way here: RMSNorm, RoPE, SwiGLU, the loss and LoRA over 4-bit weights are operators
+(fastft/operators), other projections are called as the modules they are, decoder layers run their class's own forward,
+checkpointed where the plan does not say keep.
 
 Nothing is read here that changes from step to step, and nothing counted: a counter in the trace would compile the model
 anew at every step. `Site.compiled` of the backbone, only ever set, says that the model was traced
 (backbone.py sets it: inside a checkpointed layer dynamo allows no such effect).
 
 Not done under a compiler, and reported so: levels beyond keep and recompute (no offload, no planning by memory), CUDA
-graphs of our own, approximations, padding left out, LoRA and base as one product.
+graphs of our own, approximations, padding left out, Q, K and V (or gate and up) as one product.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft import operators
+from fastft.autograd.autocast import AutocastState
 from fastft.patching import causal_lm, registry
 from fastft.patching.attention import family_arguments, interface_of
 from fastft.patching.families import Family
+from fastft.patching.peft import ProjectionReader
 
 CACHE_NAMES = ("cache", "past_key_values")
 
@@ -55,7 +57,19 @@ def forward(
 def _mlp(module: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     if type(module.act_fn).__name__ not in ("SiLUActivation", "SiLU"):
         return original(module, x)  # type: ignore[no-any-return]
-    return module.down_proj(operators.swiglu(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
+    product = operators.swiglu(_project(module, "gate_proj", x), _project(module, "up_proj", x))
+    return _project(module, "down_proj", product)
+
+
+def _project(parent: Any, name: str, x: Tensor) -> Tensor:
+    """The named projection of x: one operator where it is an adapter over a 4-bit weight, else the module as it is."""
+    found = None
+    if torch.is_grad_enabled():  # generation: bitsandbytes' fused product is the faster one for a few tokens
+        dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
+        found = ProjectionReader(parent, name).adapter_over_4bit(dtype)
+    if found is None:
+        return getattr(parent, name)(x)  # type: ignore[no-any-return]
+    return operators.lora_linear_4bit(x, found.weight, found.lora_a, found.lora_b, bias=found.bias, scale=found.scale)  # type: ignore[arg-type]
 
 
 def _attention(module: Any, family: Family, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +81,10 @@ def _attention(module: Any, family: Family, original: Callable[..., Any], *args:
     passed = ("hidden_states", "attention_mask", "position_embeddings", *CACHE_NAMES)
     arguments = {name: value for name, value in kwargs.items() if name not in passed}
     shape = (*x.shape[:-1], -1, module.head_dim)
-    query, key = module.q_proj(x).view(shape), module.k_proj(x).view(shape)
+    query, key = _project(module, "q_proj", x).view(shape), _project(module, "k_proj", x).view(shape)
     if family.head_norms:
         query, key = module.q_norm(query), module.k_norm(key)
-    value = module.v_proj(x).view(shape).transpose(1, 2)
+    value = _project(module, "v_proj", x).view(shape).transpose(1, 2)
     cos, sin = kwargs["position_embeddings"]
     query, key = operators.rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     output, weights = interface_of(module)(
@@ -84,7 +98,7 @@ def _attention(module: Any, family: Family, original: Callable[..., Any], *args:
         **family_arguments(module, family),
         **arguments,
     )
-    return module.o_proj(output.reshape(*x.shape[:-1], -1).contiguous()), weights
+    return _project(module, "o_proj", output.reshape(*x.shape[:-1], -1).contiguous()), weights
 
 
 def _causal_lm(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +134,6 @@ def layer_forward(layer: nn.Module, site: registry.Site, hidden_states: Any, *ar
     """A planned decoder layer: its class's forward, checkpointed under a plan that recomputes."""
     stock = partial(type(layer).forward, layer, **kwargs)
     cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
-    if site.level in ("keep", registry.AUTO) or cached or not (layer.training and torch.is_grad_enabled()):
+    if site.level == "keep" or cached or not (layer.training and torch.is_grad_enabled()):
         return stock(hidden_states, *args)
     return torch.utils.checkpoint.checkpoint(stock, hidden_states, *args, use_reentrant=False)

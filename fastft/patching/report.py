@@ -149,7 +149,7 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
     if any(site.compiled for site, _ in found):
         notes.append(
             "traced by torch.compile: norms, rotation, SwiGLU and loss are fastft operators in its graph, whose runs "
-            "are not counted here; there, levels other than recompute are keep, and approximations are off"
+            "are not counted here; there, every level but keep recomputes, and approximations are off"
         )
     padded, real = (sum(getattr(site, name) for site, _ in found) for name in ("tokens_padded", "tokens_real"))
     if padded:

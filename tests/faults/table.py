@@ -1698,13 +1698,13 @@ _OPERATORS = [
     ),
     *_faults(
         "patching/compiled.py",
-        "tests/operators/test_compile.py::test_recomputation_padding_and_evaluation_under_a_compiler",
+        "tests/operators/test_compile.py::test_recomputation_padding_and_evaluation_under_a_compiler[recompute]",
         [
             (
                 "",
                 "gate and up exchanged",
-                "operators.swiglu(module.gate_proj(x), module.up_proj(x))",
-                "operators.swiglu(module.up_proj(x), module.gate_proj(x))",
+                'operators.swiglu(_project(module, "gate_proj", x), _project(module, "up_proj", x))',
+                'operators.swiglu(_project(module, "up_proj", x), _project(module, "gate_proj", x))',
             ),
         ],
     ),

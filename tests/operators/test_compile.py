@@ -126,11 +126,29 @@ def test_a_planned_model_is_one_graph_with_our_operators_c58(family: str, adapte
     assert any("traced by torch.compile" in note for note in fastft.report(model).notes)
 
 
-def test_recomputation_padding_and_evaluation_under_a_compiler() -> None:
-    model = fastft.patch(support.build_model(), memory_levels="recompute", padding_free=False)
-    batch = support.random_batch(3, length=9, padded=True)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+def test_qlora_keeps_adapter_and_4_bit_weight_in_one_operator(tiny_qlora: Any) -> None:
+    """And follows PEFT's state: with adapters disabled the base alone runs."""
+    model, counter = fastft.patch(tiny_qlora), counting()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (5, 9, 12):
+        assert_same_step(model, compiled, support.random_batch(length, length=length))
+    assert counter.frame_count <= 2
+    assert operators_in(counter.graphs[-1])["lora_linear_4bit"] == 14
+    batch = support.random_batch(3)
+    with model.disable_adapter():
+        without = model(**batch).loss
+        torch.testing.assert_close(compiled(**batch).loss, without)
+    assert not torch.isclose(model(**batch).loss, without)
+
+
+@pytest.mark.parametrize("level", ["recompute", "auto"])
+def test_recomputation_padding_and_evaluation_under_a_compiler(level: str) -> None:
+    model = fastft.patch(support.build_model(), memory_levels=level, padding_free=False)
+    batch, counter = support.random_batch(3, length=9, padded=True), counting()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
     assert_same_step(model, compiled, batch)
+    checkpoints = [node for node in counter.graphs[0].graph.nodes if "checkpoint" in str(node.target)]
+    assert len(checkpoints) == 2
     model.eval()
     with torch.no_grad():
         ours, theirs = compiled(**batch), model(**batch)

@@ -45,6 +45,7 @@ def test_distributed_strategies_agree_and_run_our_operators() -> None:
         assert "'fastft_rms_norm_backward': 3" in output
 
 
+@pytest.mark.slow
 def test_one_process_cannot_be_two() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--devices", "2", "--strategy", "plain"],
