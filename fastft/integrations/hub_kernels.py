@@ -116,14 +116,15 @@ def kernelize(model: nn.Module, *, rotary: bool = False) -> Kernelized:
         ImportError: where `kernels` is not installed.
         TypeError: `model` is not a transformers model.
     """
-    inner = inner_model(model)
+    inner: Any = inner_model(model)
     if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
         raise TypeError(f"kernelize takes a transformers or PEFT model, got {type(model).__name__}.")
     kernels = _kernels()
     reason = _reason(inner)
     if reason is not None:
         return Kernelized(0, False, reason)
-    family = FAMILIES[inner.config.model_type]
+    config: Any = inner.config
+    family = FAMILIES[config.model_type]
     with _only(mapping(rotary=rotary)):
         kernels.kernelize(inner, mode=kernels.Mode.TRAINING)
     norms = sum(

@@ -56,7 +56,7 @@ def forward(
 
 def _mlp(module: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     if type(module.act_fn).__name__ not in ("SiLUActivation", "SiLU"):
-        return original(module, x)  # type: ignore[no-any-return]
+        return original(module, x)
     product = operators.swiglu(_project(module, "gate_proj", x), _project(module, "up_proj", x))
     return _project(module, "down_proj", product)
 
@@ -68,7 +68,7 @@ def _project(parent: Any, name: str, x: Tensor) -> Tensor:
         dtype = AutocastState.current(x.device.type).compute_dtype(x.dtype)
         found = ProjectionReader(parent, name).adapter_over_4bit(dtype)
     if found is None:
-        return getattr(parent, name)(x)  # type: ignore[no-any-return]
+        return getattr(parent, name)(x)
     return operators.lora_linear_4bit(x, found.weight, found.lora_a, found.lora_b, bias=found.bias, scale=found.scale)  # type: ignore[arg-type]
 
 

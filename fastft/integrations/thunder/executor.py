@@ -84,4 +84,4 @@ def needs_gradient(proxy: Any) -> bool:
 
 def torch_dtype(proxy: Any) -> torch.dtype:
     """A proxy's dtype as torch has it."""
-    return to_torch_dtype(proxy.dtype)  # type: ignore[no-any-return]
+    return to_torch_dtype(proxy.dtype)

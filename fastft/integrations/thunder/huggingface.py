@@ -107,9 +107,10 @@ def prepare_hf(model: nn.Module) -> Prepared:
     claim_apply_rotary_pos_emb()
     for owner in {id(backbone): backbone, id(inner): inner}.values():
         prepared.bind(owner, inspect.unwrap(type(owner).forward))
-    family = FAMILIES.get(str(getattr(inner.config, "model_type", None)))
+    model_type = getattr(inner.config, "model_type", None)
+    family = FAMILIES.get(str(model_type))
     if family is None:
-        prepared.notes.append(f"model_type {inner.config.model_type!r} has no family declaration: norms and MLPs as is")
+        prepared.notes.append(f"model_type {model_type!r} has no family declaration: norms and MLPs as is")
         return prepared
     for module in backbone.modules():
         if type(module).__module__ != family.module:

@@ -123,10 +123,16 @@ def _gradient(hidden: Any, weight: Any, bias: Any, labels: Any, ignore_index: in
     return loss, counted
 
 
+def _run_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, summed: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    return _run(hidden, weight, bias, labels, ignore_index, summed, _NONE, *rest)[:2]
+
+
 _composite = executor.register_operator(
     "fastft_linear_cross_entropy_composite",
     like=_like,
-    fn=lambda *arguments: _run(*arguments[:6], _NONE, *arguments[6:])[:2],
+    fn=_run_forward,
 )
 executor.register_implementation(_composite, execution_transform=_like, grad_transform=_gradient)
 

@@ -32,7 +32,7 @@ def _fields(arguments: tuple[Any, ...]) -> tuple[list[Tensor], list[int]]:
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     x, lora_a, lora_b, bias, scale = arguments[0], *arguments[7:10], arguments[12]
     weight, numbers = _fields(arguments)
-    return lora_linear_4bit_op(x, lora_a, lora_b, bias, weight, numbers, x.dtype, x.dtype, scale)  # type: ignore[no-any-return]
+    return lora_linear_4bit_op(x, lora_a, lora_b, bias, weight, numbers, x.dtype, x.dtype, scale)
 
 
 def _meta(*arguments: Any) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ _symbol = executor.register_operator("fastft_lora_linear_4bit", meta=_meta, fn=_
 def _run_backward(grad: Tensor, low_rank: Tensor, needs: tuple[bool, ...], *arguments: Any) -> tuple[Tensor, ...]:
     x, lora_a, lora_b, bias, scale = arguments[0], *arguments[7:10], arguments[12]
     weight, numbers = _fields(arguments)
-    return lora_linear_4bit_backward_op(  # type: ignore[no-any-return]
+    return lora_linear_4bit_backward_op(
         grad, x, low_rank, lora_a, lora_b, bias, weight, numbers, x.dtype, scale, list(needs)
     )
 

@@ -37,7 +37,7 @@ _one_backward_symbol = executor.register_operator("fastft_rope_one_backward", me
 
 
 def _like(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    return _symbol(q, k, cos, sin, False)  # type: ignore[no-any-return]
+    return _symbol(q, k, cos, sin, False)
 
 
 def _gradient(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -93,7 +93,7 @@ def rope(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
     reason = _reason(cos, sin, q, k)
     if reason is not None:
         raise ValueError(f"rope: {reason}.")
-    return _composite(q, k, cos, sin)  # type: ignore[no-any-return]
+    return _composite(q, k, cos, sin)
 
 
 executor.substitute(functional.rope, rope)
@@ -110,7 +110,7 @@ def _apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int
     if reason is None and cos.shape[-1] != q.shape[-1]:
         reason = f"cos of {cos.shape[-1]} columns for heads of {q.shape[-1]}"
     if not executor.decline("apply_rotary_pos_emb", reason):
-        return _composite(q, k, cos, sin)  # type: ignore[no-any-return]
+        return _composite(q, k, cos, sin)
     cos, sin = ltorch.unsqueeze(cos, unsqueeze_dim), ltorch.unsqueeze(sin, unsqueeze_dim)
     return (q * cos) + (_rotate_half(q) * sin), (k * cos) + (_rotate_half(k) * sin)
 

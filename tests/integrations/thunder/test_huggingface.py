@@ -14,7 +14,11 @@ from tests import support
 from tests.integrations.thunder.harness import backward_names, forward_names, jit
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "PEFT LoRA"])
+@pytest.mark.parametrize(
+    "adapters",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["all weights", "PEFT LoRA"],
+)
 def test_llama_trains_on_all_four_operators(adapters: bool) -> None:
     model: Any = support.build_model("llama", num_hidden_layers=1)
     if adapters:
