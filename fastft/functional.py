@@ -9,17 +9,21 @@
 
 On CUDA they run as Triton kernels, elsewhere (and in float64) as their plain-torch twins. No function writes to a
 tensor it was given (but `out`), nor to a gradient handed to its backward. A backward through a backward raises.
+
+Under `torch.compile` the same functions are operators of the dispatcher (fastft/operators), which a compiler keeps
+whole: no graph break, and one graph for all lengths.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
 
+from fastft.autograd import linear_cross_entropy as _linear_cross_entropy
+from fastft.autograd import lora_linear as _lora_linear
 from fastft.autograd.first_order import first_order
-from fastft.autograd.linear_cross_entropy import linear_cross_entropy
-from fastft.autograd.lora_linear import lora_linear
 from fastft.kernels import nf4
 from fastft.kernels import rms_norm as rms_norm_kernels
 from fastft.kernels import rope as rope_kernels
@@ -53,6 +57,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, mode: Nor
             f"rms_norm: weight has shape {list(weight.shape)}, but the last dimension of x {list(x.shape)} needs "
             f"[{x.shape[-1]}]."
         )
+    if torch.compiler.is_compiling():
+        from fastft import operators
+
+        return operators.rms_norm(x, weight, eps, mode)
     return _RMSNorm.apply(x, weight, eps, mode)
 
 
@@ -73,6 +81,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"swiglu: gate is {gate.dtype} {list(gate.shape)} and up {up.dtype} {list(up.shape)}; they must agree."
         )
+    if torch.compiler.is_compiling():
+        from fastft import operators
+
+        return operators.swiglu(gate, up)
     return _SwiGLU.apply(gate, up)
 
 
@@ -104,7 +116,43 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
             f"rope: q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit; "
             "expected q and k [B, heads, S, D] and cos and sin [B or 1, S, R] with R even and at most D."
         )
+    if torch.compiler.is_compiling():
+        from fastft import operators
+
+        return operators.rope(q, k, cos, sin)
     return _RoPE.apply(q, k, cos, sin)
+
+
+@functools.wraps(_linear_cross_entropy.linear_cross_entropy)
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        from fastft import operators
+
+        for name in (
+            "on_empty",
+            "skip_below",
+            "on_skip",
+        ):  # callbacks, and an approximation nobody has to make
+            options.pop(name, None)
+        return operators.linear_cross_entropy(hidden, weight, labels, **options)
+    return _linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, **options)
+
+
+@functools.wraps(_lora_linear.lora_linear)
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        from fastft import operators
+
+        return operators.lora_linear(x, weight, lora_a, lora_b, **options)
+    return _lora_linear.lora_linear(x, weight, lora_a, lora_b, **options)
 
 
 def dequantize(
@@ -125,6 +173,10 @@ def dequantize(
     """
     if not isinstance(weight, QuantizedWeight):
         weight = _from_bitsandbytes(weight)
+    if out is None and torch.compiler.is_compiling():
+        from fastft import operators
+
+        return operators.dequantize(weight, dtype)
     return nf4.dequantize(weight, dtype, out=out)
 
 

@@ -500,7 +500,7 @@ def _run(
     on_skip: Callable[[str | None], None] | None,
 ) -> Outputs:
     """Reads grad mode and autocast, decides what the backward will need, and runs the pair on [tokens, hidden]."""
-    _check(hidden, weight, bias, labels, softcap, temperature, label_smoothing, outputs, skip_below)
+    check(hidden, weight, bias, labels, softcap, temperature, label_smoothing, outputs, skip_below)
     grad = torch.is_grad_enabled()
     statics = Statics(
         ignore_index=ignore_index,
@@ -582,18 +582,7 @@ def linear_cross_entropy(
             reduction, or `num_items_in_batch` with a reduction other than "mean"; a softcap or temperature ≤ 0; a
             label_smoothing outside [0, 1]; a skip_below < 0.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
-    if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(
-            "linear_cross_entropy: num_items_in_batch belongs to reduction='mean'; with reduction="
-            f"{reduction!r}, divide the result yourself"
-        )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy: labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} "
-            "less its last dimension"
-        )
+    check_reduction(hidden, labels, reduction, num_items_in_batch)
     outputs = _run(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -624,6 +613,26 @@ def linear_cross_entropy(
         device = divisor.device if divisor.device.type == "cpu" else hidden.device
         divisor = divisor.reshape(()).to(device=device, dtype=outputs.log_probs.dtype)
     return outputs.log_probs / -divisor
+
+
+def check_reduction(hidden: Tensor, labels: Tensor, reduction: str, num_items_in_batch: Any) -> None:
+    """Refuse an unknown reduction, a divisor without a mean, and labels of another shape.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+    if num_items_in_batch is not None and reduction != "mean":
+        raise ValueError(
+            "linear_cross_entropy: num_items_in_batch belongs to reduction='mean'; with reduction="
+            f"{reduction!r}, divide the result yourself"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"linear_cross_entropy: labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} "
+            "less its last dimension"
+        )
 
 
 def linear_log_probs(
@@ -674,7 +683,7 @@ def linear_log_probs(
     return result[:5]
 
 
-def _check(
+def check(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -685,6 +694,11 @@ def _check(
     outputs: tuple[str, ...],
     skip_below: float | None,
 ) -> None:
+    """Refuse arguments that do not fit each other, before anything is computed.
+
+    Raises:
+        ValueError: naming the argument.
+    """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"linear_cross_entropy: hidden must be [rows, hidden] and labels [rows]: got {shapes}")

@@ -205,6 +205,8 @@ def _cross_entropy_kernel(
     do_not_specialize_on_alignment=["targets", "statistics", "grad_log_probs", "grad_entropy"],
 )
 def _cross_entropy_backward_kernel(
+    gradients,
+    gradient_stride,
     logits,
     row_stride,
     targets,
@@ -225,7 +227,7 @@ def _cross_entropy_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one block of columns of ROWS rows, logits to gradient in place."""
+    """One program: one block of columns of ROWS rows, logits to gradient; `gradients` may be `logits`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     row_mask = rows < row_count
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -254,7 +256,8 @@ def _cross_entropy_backward_kernel(
         offset = tl.load(statistics + 3 * statistic_stride + rows, mask=row_mask, other=0.0) - log_sum
         centred = tl.maximum(centred, -3.0e38)  # 0 · (−inf) is 0 here
         gradient -= grad_row[:, None] * (p * (centred + offset[:, None]))
-    tl.store(pointers, (gradient * slope).to(logits.dtype.element_ty), mask=mask)
+    target_pointers = gradients + rows.to(tl.int64)[:, None] * gradient_stride + column
+    tl.store(target_pointers, (gradient * slope).to(gradients.dtype.element_ty), mask=mask)
 
 
 def _launch_settings(vocabulary: int) -> tuple[int, int, int]:
@@ -348,16 +351,20 @@ def cross_entropy_backward(
     softcap: float | None = None,
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Overwrites recomputed `logits` [rows, vocabulary] with the gradient given by the per-row incoming gradients.
 
+    With `out` the logits are left as they are: one read, one write, no copy made first.
+
     Args:
-        logits: as in `cross_entropy`. Overwritten and returned.
+        logits: as in `cross_entropy`. Overwritten and returned, unless there is an `out`.
         targets: [rows] int64.
         statistics: [7, rows], what `cross_entropy` wrote into its `out`; the entropy is needed with `grad_entropy`.
         grad_log_probs: [rows], gradient of the (smoothed) log-probability, which is −loss; None for none.
         grad_entropy: [rows], gradient of the entropy; None for none.
         logit_scale, softcap, temperature, label_smoothing: as in `cross_entropy`.
+        out: [rows, vocabulary] like `logits`, any row stride; receives the gradient and is returned.
     """
     if not uses_triton(logits):
         return cross_entropy_backward_torch(
@@ -370,13 +377,17 @@ def cross_entropy_backward(
             softcap=softcap,
             temperature=temperature,
             label_smoothing=label_smoothing,
+            out=out,
         )
+    gradients = logits if out is None else out
     row_count, vocabulary = logits.shape
     rows, block, warps = _launch_settings(vocabulary)
     if row_count:
         unused = statistics  # fills the slots of the pointers that the flags switch off
         with launch_on(logits):
             _cross_entropy_backward_kernel[(triton.cdiv(row_count, rows), triton.cdiv(vocabulary, block))](
+                gradients,
+                gradients.stride(0),
                 logits,
                 logits.stride(0),
                 targets.contiguous(),
@@ -398,7 +409,7 @@ def cross_entropy_backward(
                 BLOCK=block,
                 num_warps=warps,
             )
-    return logits
+    return gradients
 
 
 def cross_entropy_torch(
@@ -464,8 +475,10 @@ def cross_entropy_backward_torch(
     softcap: float | None = None,
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch twin of `cross_entropy_backward`."""
+    gradients = logits if out is None else out
     row_count, vocabulary = logits.shape
     step = max(1, _TWIN_BLOCK_ELEMENTS // vocabulary)
     for start in range(0, row_count, step):
@@ -485,8 +498,8 @@ def cross_entropy_backward_torch(
             in_range = (target >= 0) & (target < vocabulary)
             _subtract_labels(p, target.clamp(0, vocabulary - 1).unsqueeze(1), label_smoothing)
             gradient -= p.mul_(grad_log_probs[rows].masked_fill(~in_range, float("nan")).unsqueeze(1))
-        block.copy_(gradient if slope is None else gradient.mul_(slope))
-    return logits
+        gradients[rows].copy_(gradient if slope is None else gradient.mul_(slope))
+    return gradients
 
 
 def _transform_torch(

@@ -27,6 +27,9 @@ def before_forward(
     site = registry.site_of(module)
     if site is None or registry.runs_stock_only():
         return None
+    if torch.compiler.is_compiling():  # a trace reads nothing that changes from step to step; see compiled.py
+        site.compiled = True
+        return args, {"use_cache": False, **kwargs} if module.training else kwargs
     trl.install()
     _finish_compiling(module)
     registry.running_backbones().add(module)
@@ -84,7 +87,7 @@ def _without_padding(
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or documents.implementation_of(module) != "sdpa":
         return None
-    if len(args) > 1 or torch.compiler.is_compiling() or _is_looked_into(module, kwargs):
+    if len(args) > 1 or _is_looked_into(module, kwargs):
         return None
     if args:
         kwargs = {"input_ids": args[0], **kwargs}
@@ -110,6 +113,8 @@ def _is_looked_into(module: Any, kwargs: dict[str, Any]) -> bool:
 
 def after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook (with keywords) of a planned backbone: an output without padding gets its shape back."""
+    if torch.compiler.is_compiling():
+        return None
     padding = documents.padding_of(kwargs.get("attention_mask"))
     if padding is None:
         return None

@@ -31,7 +31,7 @@ from fastft.patching.families import Family
 from fastft.patching.peft import hooked
 
 IGNORE_INDEX = -100
-_CONSUMED = ("labels", "shift_labels", "num_items_in_batch", "return_logits", "return_dict", "logits_to_keep")
+CONSUMED = ("labels", "shift_labels", "num_items_in_batch", "return_logits", "return_dict", "logits_to_keep")
 _UNREAD = torch.empty(0)
 
 
@@ -84,7 +84,7 @@ class LazyLogits(CausalLMOutputWithPast):
 def causal_lm_forward(self: Any, family: Family, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`ForCausalLM.forward` with our loss."""
     site = self.__dict__[registry.PLAN]
-    kwargs.update(zip(_positional_names(original), args, strict=False))
+    kwargs.update(zip(positional_names(original), args, strict=False))
     reason = None
     if kwargs.get("labels") is not None:
         reason = _stock_reason(self, site, kwargs)
@@ -113,7 +113,7 @@ def _padding_kept(model: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _positional_names(original: Callable[..., Any]) -> tuple[str, ...]:
+def positional_names(original: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(original).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
@@ -124,8 +124,6 @@ def _stock_reason(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> st
         return registry.DISABLED
     if site.reason is not None:
         return site.reason
-    if torch.compiler.is_compiling():
-        return "under torch.compile"
     keep = kwargs.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         return "logits_to_keep with labels"
@@ -147,7 +145,7 @@ def _forward(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> Any:
     if return_dict is None:
         return_dict = getattr(model.config, "return_dict", True)
     backbone = getattr(model, model.base_model_prefix)
-    outputs = backbone(**{k: v for k, v in kwargs.items() if k not in _CONSUMED}, return_dict=True)
+    outputs = backbone(**{k: v for k, v in kwargs.items() if k not in CONSUMED}, return_dict=True)
     hidden = outputs.last_hidden_state  # [batch, sequence, hidden]
     head = model.get_output_embeddings()
     loss = causal_lm_loss(hidden, head, kwargs, site)

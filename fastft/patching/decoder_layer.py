@@ -191,8 +191,6 @@ def _stock_reason(site: registry.Site, x: Any, args: tuple[Any, ...], kwargs: di
         return "called with arguments fastft does not know"
     if x.dtype not in FLOATS or x.numel() == 0:
         return f"activations are {x.dtype} of shape {tuple(x.shape)}"
-    if torch.compiler.is_compiling():
-        return "under torch.compile"
     if global_hooks():
         return "global module hooks are installed"
     if wants_attentions():
@@ -205,6 +203,10 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     site = registry.site_of(self)
     if site is None:  # unpatched by hand: the plan is gone, this binding is not
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        from fastft.patching import compiled
+
+        return compiled.layer_forward(self, site, hidden_states, *args, **kwargs)
     reason = _stock_reason(site, hidden_states, args, kwargs)
     call: LayerCall | str
     if reason is None:

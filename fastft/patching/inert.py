@@ -14,6 +14,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fastft.patching import registry
 from fastft.patching.families import Family
 
@@ -47,6 +49,10 @@ def make_inert(part: str, family: Family, original: Callable[..., Any]) -> Calla
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if registry.PLAN not in self.__dict__:
             return original(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            from fastft.patching import compiled
+
+            return compiled.forward(part, self, family, original, args, kwargs)
         return _implementation(part)(self, family, original, *args, **kwargs)
 
     return forward

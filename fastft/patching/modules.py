@@ -38,7 +38,7 @@ def _common_reason(site: registry.Site, x: Any) -> str | None:
         return site.reason
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.numel() == 0:
         return "called with arguments fastft does not know"
-    return "under torch.compile" if torch.compiler.is_compiling() else None
+    return None
 
 
 def _readers_of(module: nn.Module, names: Sequence[str]) -> dict[str, ProjectionReader]:

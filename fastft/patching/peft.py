@@ -110,6 +110,28 @@ class ProjectionReader:
             return f"{self.name}'s bias is {bias.dtype}, its weight {weight.dtype}"
         return Projection(weight, bias, lora_a, lora_b, scale)
 
+    def adapter_over_4bit(self, dtype: torch.dtype) -> Projection | None:
+        """The projection if it is one active LoRA adapter over a 4-bit weight, and nothing speaks against one operator.
+
+        For a tracer: remembers nothing, makes no weak references. `dtype` is the compute dtype, as in `read`.
+        """
+        module = self._siblings.get(self.name)
+        if module is None or _class_name(type(module)) != "peft.tuners.lora.bnb.Linear4bit":
+            return None
+        lora: dict[str, Any] = module.__dict__
+        base = lora["_modules"]["base_layer"]
+        attributes = base.__dict__
+        if not bitsandbytes.is_linear4bit(base) or hooked(lora) or hooked(attributes):
+            return None
+        adapter = self._active_adapter(lora)
+        state = getattr(attributes["_parameters"]["weight"], "quant_state", None)
+        if not isinstance(adapter, tuple) or state is None or getattr(state, "packing_format_for_cpu", False):
+            return None
+        if attributes["compute_dtype"] not in (None, dtype):
+            return None
+        weight = quantized_weight(attributes["_parameters"]["weight"], state)
+        return Projection(weight, attributes["_parameters"]["bias"], *adapter)
+
     def _weight(self, base: nn.Module, weight: Any, dtype: torch.dtype, autocast: bool) -> Any:
         """The base weight, dense or packed, or a reason."""
         if type(base) is nn.Linear:

@@ -41,6 +41,7 @@ class Site:
         fast_runs: forwards that ran fast.
         stock_runs: forwards that ran stock.
         last_reason: why the last stock forward ran stock.
+        compiled: whether `torch.compile` has traced the model (on the backbone's site).
         max_seq_length: longest document allowed (on the backbone's site), or None.
         pad_checks: forwards still to be looked at for padding without a mask (on the backbone's site).
         empty_batches: batches without a counted label (on the loss's site).
@@ -68,6 +69,7 @@ class Site:
     fast_runs: int = 0
     stock_runs: int = 0
     last_reason: str | None = None
+    compiled: bool = False
     max_seq_length: int | None = None
     pad_checks: int = 4
     empty_batches: int = 0

@@ -156,6 +156,11 @@ def _notes(found: list[tuple[registry.Site, nn.Module]]) -> tuple[str, ...]:
     chosen = approximations.summary([site for site, _ in found])
     if chosen is not None:
         notes.append(chosen)
+    if any(site.compiled for site, _ in found):
+        notes.append(
+            "traced by torch.compile: norms, rotation, SwiGLU and loss are fastft operators in its graph, whose runs "
+            "are not counted here; there, every level but keep recomputes, and approximations are off"
+        )
     padded, real = (sum(getattr(site, name) for site, _ in found) for name in ("tokens_padded", "tokens_real"))
     if padded:
         notes.append(

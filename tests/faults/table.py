@@ -1852,6 +1852,119 @@ _GGUF_TYPES: tuple[Fault, ...] = (
     ),
 )
 
+_OPERATORS_TEST = "tests/operators/test_operators.py::test_"
+
+_OPERATORS = [
+    *_faults(
+        "operators/cross_entropy.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "cross_entropy_is_torchs[mean--100-torch.float32]",
+                "the masked mean's gradient divides by all rows",
+                "scale = scale / counted.clamp(min=1)",
+                "scale = scale / target.shape[0]",
+            ),
+            (
+                "cross_entropy_is_torchs[sum-7-torch.float32]",
+                "the gradient of the log-probability for the loss's",
+                "per_row = (-scale).expand",
+                "per_row = scale.expand",
+            ),
+            (
+                "cross_entropy_is_torchs[none--100-torch.float64]",
+                "ignored rows with a loss",
+                "loss = loss.masked_fill(~counts, 0.0)",
+                "loss = loss + 0.0",
+            ),
+        ],
+    ),
+    *_faults(
+        "operators/linear_cross_entropy.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "linear_cross_entropy_is_the_functional_one[masked-frozen head-none]",
+                "one gradient for all tokens",
+                "scale = grad.unsqueeze(-1) if grad.dim() == 1 and made is grad_rows else grad",
+                "scale = grad.mean()",
+            ),
+            (
+                "linear_cross_entropy_is_the_functional_one[whole-trained head-none]",
+                "made again: the sign",
+                "pair.backward(saved, grad.neg(), None)",
+                "pair.backward(saved, grad, None)",
+            ),
+            (
+                "linear_cross_entropy_is_the_functional_one[masked-trained head-none]",
+                "statistics in other rows",
+                "statistics[:3, positions] = kept.statistics[:3]",
+                "statistics[:3, : kept.statistics.shape[1]] = kept.statistics[:3]",
+            ),
+        ],
+    ),
+    *_faults(
+        "operators/rope.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "rope_is_the_functional_one",
+                "the backward turns on",
+                "rope_op(grad_q, grad_k, cos, sin, not ctx.inverse)",
+                "rope_op(grad_q, grad_k, cos, sin, ctx.inverse)",
+            ),
+        ],
+    ),
+    *_faults(
+        "operators/rms_norm.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "rms_norm_is_the_functional_one[gemma]",
+                "the backward of another rounding",
+                "inverse_rms, ctx.mode, ctx.needs_input_grad[1])",
+                'inverse_rms, "llama", ctx.needs_input_grad[1])',
+            ),
+        ],
+    ),
+    *_faults(
+        "operators/swiglu.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "swiglu_is_the_functional_one",
+                "gate and up exchanged in the backward",
+                "swiglu_backward_op(grad, gate, up)",
+                "swiglu_backward_op(grad, up, gate)",
+            ),
+        ],
+    ),
+    *_faults(
+        "operators/lora_linear.py",
+        _OPERATORS_TEST,
+        [
+            (
+                "operators_pass_opcheck[lora_linear_4bit]",
+                "the fake promises the rank unpadded",
+                "padded_rank([Adapter(lora_a, lora_b, scale)])",
+                "lora_a.shape[0]",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/compiled.py",
+        "tests/operators/test_compile.py::test_recomputation_padding_and_evaluation_under_a_compiler[recompute]",
+        [
+            (
+                "",
+                "gate and up exchanged",
+                'operators.swiglu(_project(module, "gate_proj", x), _project(module, "up_proj", x))',
+                'operators.swiglu(_project(module, "up_proj", x), _project(module, "gate_proj", x))',
+            ),
+        ],
+    ),
+]
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -1864,4 +1977,5 @@ FAULTS: tuple[Fault, ...] = (
     *_TRAINING,
     *_GENERATION,
     *_GGUF_TYPES,
+    *_OPERATORS,
 )

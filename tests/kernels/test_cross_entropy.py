@@ -123,6 +123,23 @@ def test_backward_from_recomputed_logits_is_as_good_as_stock(
     assert_as_good_as_stock(ours, results[0].to(dtype), results[1])
 
 
+@dtypes
+def test_the_gradient_goes_where_out_says_and_the_logits_stay(dtype: torch.dtype) -> None:
+    logits, targets = make_inputs(18, 300, dtype)
+    statistics, row, entropy_row = statistics_of(logits, targets), torch.randn(18), torch.randn(18)
+    before, wider = logits.clone(), torch.full((18, 320), 7.0, dtype=dtype)
+    ours = cross_entropy_backward(
+        logits, targets, statistics, grad_log_probs=row, grad_entropy=entropy_row, out=wider[:, :300]
+    )
+    assert ours.data_ptr() == wider.data_ptr()
+    assert_same(logits, before)
+    assert (wider[:, 300:] == 7.0).all()
+    assert_same(
+        ours.contiguous(),
+        cross_entropy_backward(logits, targets, statistics, grad_log_probs=row, grad_entropy=entropy_row),
+    )
+
+
 def test_float64_is_computed_in_float64() -> None:
     logits, targets = make_inputs(5, 97, torch.float64)
     exact = stock(logits, targets, wide=torch.float64, **TRANSFORMS["everything"])

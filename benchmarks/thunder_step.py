@@ -1,0 +1,244 @@
+"""One compiler, one pretraining step of a TinyLlama-1.1B-shaped litgpt model: ms an iteration and peak memory.
+
+usage: thunder_step.py ROW [ROW …] [--batch 4] [--seq 2048] [--layers 22] [--iterations 10] [--out rows.jsonl]
+       thunder_step.py --all
+
+ROW is how the step runs and, after a plus, what of fastft is in it:
+
+    eager             PyTorch as it is                    eager+fastft          our functions, called eagerly
+    compile           torch.compile                       compile+fastft        our operators in its graph
+    thunder           thunder.jit, sdpa and torch.compile as the fuser
+    thunder+fastft    the same, with our executor first
+    …+linear          head and loss as one operator too: no logits (compile, thunder, eager)
+    thunder-cat, thunder-cat+fastft                       litgpt's own list, less nvFuser: sdpa, torchcompile_cat, torch
+
+Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. The
+work is the same for all: bf16 weights, random tokens, mean loss over all of them, gradient norm clipped to 1, torch's
+fused AdamW. Time is the median of the iterations after two that compile and warm up; `first_s` is what the compiling
+one took. On a machine without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ROWS = (
+    "eager",
+    "eager+fastft",
+    "compile",
+    "compile+fastft",
+    "compile+fastft+linear",
+    "thunder",
+    "thunder+fastft",
+    "thunder+fastft+linear",
+    "thunder-cat",
+    "thunder-cat+fastft",
+)
+TINY_LLAMA = {
+    "n_layer": 22,
+    "n_head": 32,
+    "n_query_groups": 4,
+    "n_embd": 2048,
+    "intermediate_size": 5632,
+    "padded_vocab_size": 32000,
+    "block_size": 2048,
+}
+TINY = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_query_groups": 2,
+    "n_embd": 64,
+    "intermediate_size": 128,
+    "padded_vocab_size": 128,
+    "block_size": 64,
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], metavar="ROW")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--masked", type=float, default=0.0, help="share of the labels that is ignored")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds a row may take in all")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def build(options: argparse.Namespace) -> Any:
+    """The litgpt model, on the device, in bf16."""
+    import torch
+    from litgpt.model import GPT, Config
+
+    sizes = {**(TINY if options.tiny else TINY_LLAMA)}
+    if options.layers:
+        sizes["n_layer"] = options.layers
+    config = Config(
+        **sizes,
+        bias=False,
+        parallel_residual=False,
+        rotary_percentage=1.0,
+        norm_class_name="RMSNorm",
+        norm_eps=1e-5,
+        mlp_class_name="LLaMAMLP",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=math.sqrt(2.0 / 5 / config.n_embd))
+    return model
+
+
+def step_of(model: Any, row: str) -> Any:
+    """Model and loss as one module: `(ids, targets) -> loss`, compiled as `row` says."""
+    import torch
+    from torch import nn
+
+    kind, *parts = row.split("+")
+    linear, ours = "linear" in parts, "fastft" in parts
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = model
+            if linear:  # the model then ends in its hidden states
+                self.head = model.lm_head
+                model.lm_head = nn.Identity()
+
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if linear:
+                from fastft import functional
+
+                return functional.linear_cross_entropy(self.gpt(ids), self.head.weight, targets)
+            logits = self.gpt(ids)
+            logits, targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
+            if ours and not kind.startswith("thunder"):
+                from fastft import operators
+
+                return operators.cross_entropy(logits, targets)
+            return torch.nn.functional.cross_entropy(logits, targets)  # Thunder's executor claims this name
+
+    step = Step()
+    if kind == "compile":
+        return step, torch.compile(step, fullgraph=True)
+    if kind.startswith("thunder"):
+        from fastft.integrations.thunder import executors
+        from fastft.integrations.thunder.shim import import_thunder
+
+        fuser = ("torchcompile_cat", "torch") if kind == "thunder-cat" else ("torchcompile", "torch")
+        thunder = import_thunder()
+        transforms = []
+        if ours and not linear:
+            from fastft.integrations.thunder import InPlaceLoss
+
+            transforms = [InPlaceLoss()]
+        chosen = executors("sdpa", *(["fastft"] if ours else []), *fuser)
+        return step, thunder.jit(step, executors=chosen, transforms=transforms)
+    return step, step
+
+
+def run(row: str, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    context: Any = contextlib.nullcontext()
+    if "fastft" in row:
+        from fastft.integrations.thunder import patch_litgpt
+
+        context = patch_litgpt()
+    cuda = torch.cuda.is_available()
+    model = build(options)
+    device = next(model.parameters()).device
+    vocabulary, length = model.config.padded_vocab_size, min(options.seq, model.config.block_size)
+    ids = torch.randint(0, vocabulary, (options.batch, length), device=device)
+    targets = torch.randint(0, vocabulary, (options.batch, length), device=device)
+    if options.masked:
+        targets[:, : int(length * options.masked)] = -100
+    times, losses, result = [], [], {"row": row, "batch": options.batch, "seq": length, "layers": model.config.n_layer}
+    with context:
+        module, step = step_of(model, row)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=cuda)
+        for iteration in range(options.iterations + 2):
+            if cuda:
+                torch.cuda.synchronize()
+                if iteration == 2:
+                    torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            loss = step(ids, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+            losses.append(round(float(loss), 4))
+    result |= {
+        "ms": round(1e3 * statistics.median(times[2:]), 2),
+        "first_s": round(times[0], 1),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
+        "losses": losses[:3] + losses[-1:],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+    if row.startswith("thunder"):
+        result["fastft_in_traces"] = ours_in_traces(step)
+    return result
+
+
+def ours_in_traces(step: Any) -> dict[str, int]:
+    """How often each of our operators stands in the forward and backward traces."""
+    import thunder
+
+    counts: dict[str, int] = {}
+    for trace in (thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]):
+        for symbol in trace.bound_symbols:
+            if symbol.sym.name.startswith("fastft"):
+                counts[symbol.sym.name] = counts.get(symbol.sym.name, 0) + 1
+    return counts
+
+
+def run_elsewhere(row: str) -> str:
+    """The row's JSON line, from a process of its own; a failure is a line too."""
+    options = arguments()
+    command = [sys.executable, __file__, row, *(a for a in sys.argv[1:] if a not in (*ROWS, "--all")), "--in-process"]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return json.dumps({"row": row, "error": f"not done after {options.timeout} s"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return lines[-1]
+    tail = (done.stderr or done.stdout).strip()[-1500:]
+    return json.dumps({"row": row, "error": tail, "seconds": round(time.perf_counter() - start, 1)})
+
+
+def main() -> None:
+    options = arguments()
+    rows = ROWS if options.all or not options.rows else options.rows
+    for row in rows:
+        line = json.dumps(run(row, options)) if options.in_process else run_elsewhere(row)
+        print(line, flush=True)
+        if options.out and not options.in_process:
+            with open(options.out, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

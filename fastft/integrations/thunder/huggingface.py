@@ -1,0 +1,125 @@
+"""Making a transformers 5 model traceable by Thunder, with its norms, MLPs and rotation on our functions.
+
+Three things stand between `thunder.jit` and a transformers 5 model. The backbone's forward is wrapped by decorators
+that set a context variable, which Thunder refuses ("trying to set .global_var"): the function inside is bound to the
+instance. The hook that makes embeddings require a gradient (PEFT under gradient checkpointing) calls a method proxies
+lack: it is taken off, which non-reentrant checkpointing does not miss. And the model's RMSNorm and MLP are written out
+in torch operations, where an executor can only claim what has a name: their forwards call `fastft.functional`.
+
+Everything is bound to this model's instances. No class is touched, and `undo()` takes it all off again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+
+from fastft import functional
+from fastft.integrations.thunder.rope import claim_apply_rotary_pos_emb
+from fastft.patching import registry
+from fastft.patching.families import FAMILIES
+from fastft.patching.plan import inner_model
+
+__all__ = ["Prepared", "prepare_hf"]
+
+
+def _mlp_forward(self: Any, x: Any) -> Any:
+    return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _norm_forward_llama(self: Any, hidden_states: Any) -> Any:
+    return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon, "llama")
+
+
+def _norm_forward_fp32(self: Any, hidden_states: Any) -> Any:
+    return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon, "fp32")
+
+
+def _norm_forward_gemma(self: Any, hidden_states: Any) -> Any:
+    return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon, "gemma")
+
+
+_NORMS = {"llama": _norm_forward_llama, "fp32": _norm_forward_fp32, "gemma": _norm_forward_gemma}
+
+
+class Prepared:
+    """What was bound to a model.
+
+    Attributes:
+        model: the model that was handed in.
+        notes: what could not be prepared, and why.
+        norms: how many RMSNorm modules call our function.
+        mlps: how many MLP modules do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.notes: list[str] = []
+        self.norms = self.mlps = 0
+        self._bound: list[tuple[nn.Module, Any]] = []
+
+    def bind(self, module: nn.Module, function: Any) -> bool:
+        """Bind `function` as the instance's forward, unless it has one of its own."""
+        if "forward" in module.__dict__:
+            self.notes.append(f"{type(module).__name__} has its own forward: left as it is")
+            return False
+        method = types.MethodType(function, module)
+        module.forward = method
+        self._bound.append((module, method))
+        return True
+
+    def undo(self) -> None:
+        """Take the bound forwards off the instances; one that somebody has replaced since stays."""
+        for module, method in self._bound:
+            if module.__dict__.get("forward") is method:
+                del module.__dict__["forward"]
+        self._bound.clear()
+
+
+def prepare_hf(model: nn.Module) -> Prepared:
+    """Prepare a transformers (or PEFT) causal language model for `thunder.jit`.
+
+    Args:
+        model: not planned by `fastft.patch`: under Thunder it is Thunder that runs the layers.
+
+    Returns:
+        What was done; `undo()` reverses it. Pass the model itself to `thunder.jit`.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: `model` is planned by `fastft.patch`.
+    """
+    inner = inner_model(model)
+    if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
+        raise TypeError(f"prepare_hf takes a transformers or PEFT model, got {type(model).__name__}.")
+    backbone = getattr(inner, getattr(inner, "base_model_prefix", "") or "", inner)
+    if registry.site_of(backbone) is not None:
+        raise ValueError(
+            "prepare_hf: this model is planned by fastft.patch, whose layers read state that a trace cannot. Call "
+            "fastft.unpatch(model) first; under Thunder the executor 'fastft' brings the kernels in."
+        )
+    prepared = Prepared(model)
+    if hasattr(inner, "disable_input_require_grads") and hasattr(inner, "_require_grads_hooks"):
+        inner.disable_input_require_grads()  # type: ignore[operator]
+    claim_apply_rotary_pos_emb()
+    for owner in {id(backbone): backbone, id(inner): inner}.values():
+        prepared.bind(owner, inspect.unwrap(type(owner).forward))
+    model_type = getattr(inner.config, "model_type", None)
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        prepared.notes.append(f"model_type {model_type!r} has no family declaration: norms and MLPs as is")
+        return prepared
+    for module in backbone.modules():
+        if type(module).__module__ != family.module:
+            continue
+        name = type(module).__name__.removeprefix(family.prefix)
+        if name == "RMSNorm":
+            prepared.norms += prepared.bind(module, _NORMS[family.norm_mode])
+        elif name == "MLP" and type(module.act_fn).__name__ in ("SiLUActivation", "SiLU"):
+            prepared.mlps += prepared.bind(module, _mlp_forward)
+        elif name == "MLP":
+            prepared.notes.append(f"MLP with {type(module.act_fn).__name__}: left as it is")
+    return prepared

@@ -1,0 +1,76 @@
+"""transformers 5 models under Thunder: prepared, jitted, compared with themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fastft
+import fastft.integrations.thunder as fastft_thunder
+from tests import support
+from tests.integrations.thunder.harness import backward_names, forward_names, jit
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["all weights", "PEFT LoRA"],
+)
+def test_llama_trains_on_all_four_operators(adapters: bool) -> None:
+    model: Any = support.build_model("llama", num_hidden_layers=1)
+    if adapters:
+        model = support.add_lora(model)
+    batch = support.random_batch() | {"num_items_in_batch": torch.tensor(11)}
+    loss = model(**batch).loss
+    loss.backward()
+    theirs = support.trainable_gradients(model)
+    model.zero_grad()
+    prepared = fastft_thunder.prepare_hf(model)
+    jitted = jit(model)
+    ours = jitted(**batch)["loss"]
+    ours.backward()
+    torch.testing.assert_close(ours, loss)
+    for name, grad in support.trainable_gradients(model).items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    forward = {"rms_norm": 3, "rope": 1, "swiglu": 1, "cross_entropy": 1}
+    assert forward_names(jitted) == forward
+    backward = {f"{name}_backward": count for name, count in forward.items()}
+    if adapters:
+        backward["rms_norm_backward"] = 2  # the first norm's input is the embedding, which is frozen
+    assert backward_names(jitted) == Counter(backward)
+    assert (prepared.norms, prepared.mlps, prepared.notes) == (3, 1, [])
+    prepared.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_prepare_hf_binds_is_what_the_model_computes() -> None:
+    """Without Thunder too: the bound forwards give the model's own loss, for a family with other parts."""
+    model = support.build_model("qwen3")
+    batch = support.random_batch()
+    loss = model(**batch).loss
+    prepared = fastft_thunder.prepare_hf(model)
+    torch.testing.assert_close(model.model.layers[0].mlp(torch.ones(1, 1, 64)).shape, torch.Size([1, 1, 64]))
+    assert (prepared.norms, prepared.mlps) == (9, 2)
+    prepared.undo()
+    torch.testing.assert_close(model(**batch).loss, loss)
+
+
+def test_a_planned_model_and_no_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"fastft\.unpatch"):
+        fastft_thunder.prepare_hf(fastft.patch(support.build_model()))
+    with pytest.raises(TypeError, match="got Linear"):
+        fastft_thunder.prepare_hf(torch.nn.Linear(2, 2))
+
+
+def test_a_forward_of_somebody_else_s_is_left_alone_and_noted() -> None:
+    model = support.build_model()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = foreign = lambda x: x
+    prepared = fastft_thunder.prepare_hf(model)
+    assert prepared.mlps == 1
+    assert any("LlamaMLP has its own forward" in note for note in prepared.notes)
+    prepared.undo()
+    assert mlp.forward is foreign

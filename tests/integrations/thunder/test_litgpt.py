@@ -1,0 +1,186 @@
+"""litgpt's GPT under Thunder on our operators, and in eager torch: values, gradients, and names by bound symbol.
+
+The names of the first four tests are those of litgpt's own (`test_unsloth_cross_entropy`, `_swiglu`, `_rope`, `_gpt`),
+with RMSNorm, bfloat16 and masked labels added; they run on CUDA where there is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+if not importlib.util.find_spec("litgpt"):
+    pytest.skip("litgpt is not installed", allow_module_level=True)
+
+import fastft.integrations.thunder as fastft_thunder
+from tests.integrations.thunder.harness import DEVICE, assert_same, backward_names, forward_names, jit, leaf
+
+import litgpt.lora  # isort: skip
+import litgpt.model  # isort: skip
+from litgpt.utils import chunked_cross_entropy  # isort: skip
+
+VOCABULARY, LENGTH = 40, 16
+CONFIG = {
+    "n_layer": 1,
+    "n_head": 4,
+    "n_embd": 32,
+    "intermediate_size": 64,
+    "block_size": LENGTH,
+    "padded_vocab_size": VOCABULARY,
+    "rotary_percentage": 1.0,
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "bias": False,
+    "parallel_residual": False,
+}
+STOCK = {
+    "norm": litgpt.model.RMSNorm.forward,
+    "mlp": litgpt.model.LLaMAMLP.forward,
+    "apply_rope": litgpt.model.apply_rope,
+}
+FORWARD = {"rms_norm": 3, "rope_one": 2, "swiglu": 1}
+BACKWARD = {f"{name}_backward": count for name, count in FORWARD.items()}
+
+
+@pytest.fixture(autouse=True)
+def litgpt_on_ours() -> Any:
+    with fastft_thunder.patch_litgpt() as patch:
+        yield patch
+
+
+class Pretraining(nn.Module):
+    """Model and loss, the loss as litgpt's pretraining has it."""
+
+    def __init__(self, gpt: nn.Module, chunk_size: int) -> None:
+        super().__init__()
+        self.gpt, self.chunk_size = gpt, chunk_size
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return chunked_cross_entropy(self.gpt(ids), targets, chunk_size=self.chunk_size)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and targets [2, LENGTH]; more than half of the targets are masked."""
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH), device=DEVICE)
+    targets = torch.randint(0, VOCABULARY, (2, LENGTH), device=DEVICE)
+    targets[:, :9] = -100
+    return ids, targets
+
+
+def step(model: Any, run: Any, data: Any) -> list[torch.Tensor]:
+    loss = run(*data)
+    return [loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_fastft_cross_entropy(reduction: str) -> None:
+    logits, targets = leaf(64, VOCABULARY), torch.randint(0, VOCABULARY, (64,), device=DEVICE)
+    targets[:48] = -100
+
+    def loss(x: Any, t: Any) -> Any:
+        return torch.nn.functional.cross_entropy(x, t, reduction=reduction, ignore_index=-100)
+
+    assert_same(loss, logits, targets, forward={"cross_entropy": 1}, backward={"cross_entropy_backward": 1})
+
+
+def test_fastft_swiglu() -> None:
+    mlp = litgpt.model.LLaMAMLP(litgpt.model.Config(**CONFIG)).to(DEVICE)
+    jitted, x = jit(mlp), leaf(2, 16, 32)
+    theirs = mlp.proj(torch.nn.functional.silu(mlp.fc_1(x)) * mlp.fc_2(x))
+    torch.testing.assert_close(jitted(x), theirs)
+    assert forward_names(jitted) == {"swiglu": 1}
+    assert backward_names(jitted) == {"swiglu_backward": 1}
+
+
+def test_fastft_rope() -> None:
+    cos, sin = litgpt.model.build_rope_cache(LENGTH, 8, device=torch.device(DEVICE))
+    cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+
+    def turn(x: Any) -> Any:
+        return litgpt.model.apply_rope(x, cos, sin)
+
+    x = leaf(2, 4, LENGTH, 8)
+    assert_same(turn, x, forward={"rope_one": 1}, backward={"rope_one_backward": 1})
+    torch.testing.assert_close(turn(x), STOCK["apply_rope"](x, cos, sin))
+    torch.testing.assert_close(litgpt.model.apply_rope(x[0], cos, sin), STOCK["apply_rope"](x[0], cos, sin))
+
+
+GPTS: dict[str, tuple[dict[str, Any], torch.dtype, int, dict[str, int]]] = {
+    "plain, whole loss": ({}, torch.float32, 0, {"cross_entropy": 1}),
+    "grouped queries, half the head turned, chunked loss": (
+        {"n_query_groups": 2, "rotary_percentage": 0.5},
+        torch.float32,
+        8,
+        {"cross_entropy": 4},
+    ),
+    "bfloat16": ({}, torch.bfloat16, 0, {"cross_entropy": 1}),
+}
+
+
+@pytest.mark.parametrize("case", GPTS)
+def test_fastft_gpt(case: str, litgpt_on_ours: Any) -> None:
+    overrides, dtype, chunk_size, losses = GPTS[case]
+    model = Pretraining(litgpt.model.GPT(litgpt.model.Config(**CONFIG | overrides)), chunk_size).to(DEVICE, dtype)
+    data, jitted = batch(), jit(model)
+    ours = step(model, jitted, data)
+    litgpt_on_ours.restore()
+    theirs = step(model, model, data)
+    for one, other in zip(ours, theirs, strict=True):
+        assert other.count_nonzero()
+        if dtype == torch.float32:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        else:
+            assert (one - other).norm() <= 0.03 * other.norm()
+    assert forward_names(jitted) == FORWARD | losses
+    assert backward_names(jitted) == Counter(BACKWARD | {"cross_entropy_backward": losses["cross_entropy"]})
+    assert fastft_thunder.executor.declined == {}
+
+
+def test_litgpts_lora_trains_its_adapters_on_our_operators(litgpt_on_ours: Any) -> None:
+    settings = {"lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_query": True, "lora_value": True}
+    config = litgpt.lora.Config(**CONFIG, **settings, lora_mlp=True)
+    model = litgpt.lora.GPT(config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    litgpt.lora.mark_only_lora_as_trainable(model)
+    model = model.to(DEVICE)
+    (ids, targets), jitted, results = batch(), jit(model), []
+    for run in (jitted, model):
+        loss = chunked_cross_entropy(run(ids), targets, chunk_size=0)
+        results.append([loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+        litgpt_on_ours.restore()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert forward_names(jitted) == FORWARD
+    assert backward_names(jitted) == Counter(BACKWARD | {"rms_norm_backward": 2})  # the embedding is frozen
+
+
+def test_the_exchange_is_undone_and_leaves_a_foreign_method_alone(litgpt_on_ours: Any) -> None:
+    def now() -> dict[str, Any]:
+        parts = litgpt.model.RMSNorm.forward, litgpt.model.LLaMAMLP.forward, litgpt.model.apply_rope
+        return dict(zip(STOCK, parts, strict=True))
+
+    exchanged = now()
+    assert not any(exchanged[name] is STOCK[name] for name in STOCK)
+    fastft_thunder.patch_litgpt().restore()  # nested: the outer exchange stays
+    assert now() == exchanged
+    litgpt.model.LLaMAMLP.forward = foreign = lambda self, x: x
+    try:
+        litgpt_on_ours.restore()
+        assert now() == STOCK | {"mlp": foreign}
+    finally:
+        litgpt.model.LLaMAMLP.forward = STOCK["mlp"]
+
+
+@pytest.mark.parametrize("offset", [False, True], ids=["weight", "1 + weight"])
+def test_litgpts_norm_is_the_same_in_both_forms(offset: bool, litgpt_on_ours: Any) -> None:
+    norm = litgpt.model.RMSNorm(8, add_unit_offset=offset)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), STOCK["norm"](norm, x))

@@ -1,0 +1,239 @@
+"""Each operation under Thunder: claimed by name in the right trace, and eager's values and gradients.
+
+With TRITON_INTERPRET=1 the same tests run the true Triton kernels through Thunder, on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastft.integrations.thunder as fastft_thunder
+from fastft import functional, operators
+from fastft.kernels.backend import interpreting, uses_triton
+from tests.integrations.thunder.harness import DEVICE, assert_same, backward_names, forward_names, jit, leaf
+from tests.operators.test_operators import quantized
+
+ROWS, VOCABULARY, HIDDEN = 6, 11, 64
+CE = {"forward": {"cross_entropy": 1}, "backward": {"cross_entropy_backward": 1}}
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_declined_yet() -> None:
+    fastft_thunder.executor.clear()
+
+
+def targets(masked: int | None = -100, rows: int = ROWS) -> torch.Tensor:
+    """Class indices below 7; three quarters of the first four are `masked`."""
+    made = torch.randint(0, 7, (rows,), device=DEVICE)
+    if masked is not None:
+        made[:3] = masked
+    return made
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 2e-2 if dtype == torch.bfloat16 else 1e-5
+
+
+@pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 runs the kernels on the CPU")
+def test_here_the_triton_kernels_run() -> None:
+    assert uses_triton(leaf(2, 2))
+
+
+@FLOATS
+@pytest.mark.parametrize("ignore_index", [-100, 7])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_with_any_reduction_and_ignore_index(reduction: str, ignore_index: int, dtype: Any) -> None:
+    def loss(logits: Any, target: Any) -> Any:
+        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+    assert_same(loss, leaf(ROWS, VOCABULARY, dtype=dtype), targets(ignore_index), tolerance=tolerance(dtype), **CE)
+
+
+def test_cross_entropy_as_a_module_and_without_gradients() -> None:
+    assert_same(nn.CrossEntropyLoss(), leaf(ROWS, VOCABULARY), targets(), **CE)
+    assert_same(F.cross_entropy, leaf(ROWS, VOCABULARY, needs=False), targets(), forward=CE["forward"], backward={})
+
+
+def test_the_gradient_of_a_masked_mean_divides_by_the_labels_that_count() -> None:
+    """The fault of litgpt's executor: it divides by all rows, so of 48 masked rows in 64 it makes a quarter of it."""
+    logits, target = leaf(64, VOCABULARY), targets(None, rows=64)
+    target[:48] = -100
+    F.cross_entropy(logits, target).backward()
+    true, logits.grad = logits.grad, None
+    jit(F.cross_entropy)(logits, target).backward()
+    assert true is not None
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, true)
+    assert logits.grad.norm() > 0.9 * true.norm()
+
+
+def test_labels_that_are_all_masked_give_zero_and_zero_gradients() -> None:
+    logits = leaf(ROWS, VOCABULARY)
+    loss = jit(F.cross_entropy)(logits, torch.full((ROWS,), -100, device=DEVICE))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("label smoothing", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1)),
+        ("class weights", lambda x, t: F.cross_entropy(x, t, weight=torch.ones(x.shape[1], device=x.device))),
+        ("probabilities", lambda x, t: F.cross_entropy(x, torch.softmax(x.detach() * 0.5, 1))),
+    ],
+)
+def test_what_is_not_ours_falls_back_and_says_so(what: str, call: Any) -> None:
+    assert_same(call, leaf(ROWS, VOCABULARY), targets(None), forward={}, backward={}, tolerance=1e-4)
+    reasons = fastft_thunder.executor.declined["cross_entropy"]
+    assert any(what in reason for reason in reasons)
+
+
+def test_logits_with_further_dimensions_fall_back_and_say_so() -> None:
+    """Forward only: Thunder 0.2.6 cannot differentiate its own decomposition of these."""
+    logits = leaf(2, VOCABULARY, 3, needs=False)
+    assert_same(F.cross_entropy, logits, targets(None).view(2, 3), forward={}, backward={})
+    assert "3 dimensions" in " ".join(fastft_thunder.executor.declined["cross_entropy"])
+
+
+@FLOATS
+@pytest.mark.parametrize("shape", [(HIDDEN,), (3, HIDDEN), (2, 3, HIDDEN)], ids=["1-D", "2-D", "3-D"])
+def test_swiglu_of_any_rank(shape: tuple[int, ...], dtype: Any) -> None:
+    assert_same(
+        functional.swiglu,
+        leaf(*shape, dtype=dtype),
+        leaf(*shape, dtype=dtype),
+        forward={"swiglu": 1},
+        backward={"swiglu_backward": 1},
+        tolerance=tolerance(dtype),
+    )
+
+
+NORM: dict[str, dict[str, int]] = {"forward": {"rms_norm": 1}, "backward": {"rms_norm_backward": 1}}
+
+
+@FLOATS
+@pytest.mark.parametrize("mode", ["llama", "fp32", "gemma"])
+def test_rms_norm_in_each_rounding_with_its_weight_gradient(mode: Any, dtype: Any) -> None:
+    def norm(x: Any, weight: Any) -> Any:
+        return functional.rms_norm(x, weight, 1e-5, mode)
+
+    assert_same(norm, leaf(2, 3, HIDDEN, dtype=dtype), leaf(HIDDEN, dtype=dtype), tolerance=tolerance(dtype), **NORM)
+
+
+@FLOATS
+@pytest.mark.parametrize("eps", [1e-5, None])
+def test_torchs_own_rms_norm(eps: float | None, dtype: Any) -> None:
+    def norm(x: Any, weight: Any) -> Any:
+        return F.rms_norm(x, (HIDDEN,), weight, eps)
+
+    assert_same(norm, leaf(2, 3, HIDDEN, dtype=dtype), leaf(HIDDEN, dtype=dtype), tolerance=tolerance(dtype), **NORM)
+
+
+def test_a_frozen_norm_weight_gets_no_gradient_and_an_intermediate_one_does() -> None:
+    jitted = assert_same(functional.rms_norm, leaf(3, HIDDEN), leaf(HIDDEN, needs=False), **NORM)
+    assert jitted is not None
+    assert_same(lambda x, w: functional.rms_norm(x * 2, w * 2), leaf(3, HIDDEN), leaf(HIDDEN), **NORM)
+
+
+def test_rms_norm_without_a_weight_falls_back() -> None:
+    assert_same(lambda x: F.rms_norm(x, (HIDDEN,)), leaf(3, HIDDEN), forward={}, backward={})
+    assert fastft_thunder.executor.declined["rms_norm"] == {"no weight"}
+
+
+@FLOATS
+@pytest.mark.parametrize("angles", [1, 2], ids=["one for all", "per batch element"])
+@pytest.mark.parametrize("rotary", [8, 4], ids=["whole", "partial"])
+def test_rope_with_angles_per_batch_element_and_partial_rotation(rotary: int, angles: int, dtype: Any) -> None:
+    cos, sin = (torch.randn(angles, 5, rotary, device=DEVICE).to(dtype) for _ in range(2))
+
+    def turn(x: Any, y: Any) -> Any:  # as projections leave them: transposed views
+        q, k = x.transpose(1, 2), y.transpose(1, 2)
+        return functional.rope(q, k, cos, sin)
+
+    assert_same(
+        turn,
+        leaf(2, 5, 4, 8, dtype=dtype),
+        leaf(2, 5, 2, 8, dtype=dtype),
+        forward={"rope": 1},
+        backward={"rope_backward": 1},
+        tolerance=tolerance(dtype),
+    )
+
+
+def test_rope_of_shapes_that_do_not_fit_is_refused_while_tracing() -> None:
+    with pytest.raises(ValueError, match="rope: cos of shape"):
+        jit(functional.rope)(leaf(2, 4, 5, 8), leaf(2, 2, 5, 8), leaf(3, 5, 8), leaf(3, 5, 8))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("trains", [True, False], ids=["trained head", "frozen head"])
+def test_head_and_loss_are_one_operator(reduction: Any, trains: bool) -> None:
+    hidden, weight, bias = leaf(2, 3, HIDDEN), leaf(VOCABULARY, HIDDEN, needs=trains), leaf(VOCABULARY, needs=trains)
+    target = targets().view(2, 3)
+
+    def loss(h: Any, w: Any, b: Any, t: Any) -> Any:
+        return functional.linear_cross_entropy(h, w, t, bias=b, reduction=reduction, softcap=20.0)
+
+    if reduction == "none" and trains:
+        with pytest.raises(NotImplementedError, match="freeze the head"):
+            jit(loss)(hidden, weight, bias, target)
+        return
+    jitted = assert_same(
+        loss,
+        hidden,
+        weight,
+        bias,
+        target,
+        forward={"linear_cross_entropy": 1},
+        backward={"linear_cross_entropy_backward": 1},
+    )
+    assert fastft_thunder.executor.declined == {}
+    assert jitted is not None
+
+
+def test_head_and_loss_divide_by_the_items_of_the_whole_batch() -> None:
+    def loss(h: Any, w: Any, t: Any) -> Any:
+        return functional.linear_cross_entropy(h, w, t, num_items_in_batch=16)
+
+    names = {"forward": {"linear_cross_entropy": 1}, "backward": {"linear_cross_entropy_backward": 1}}
+    assert_same(loss, leaf(ROWS, HIDDEN), leaf(VOCABULARY, HIDDEN), targets(), **names)
+
+
+class QuantizedLinear(nn.Module):
+    """LoRA over a 4-bit weight held in buffers."""
+
+    def __init__(self, nested: bool, bias: bool) -> None:
+        super().__init__()
+        weight = quantized(nested)
+        for name in ("packed", "absmax", "code", "absmax_code", "absmax_scale", "offset"):
+            self.register_buffer(name, getattr(weight, name))
+        self.lora_a, self.lora_b = (nn.Parameter(torch.randn(*shape)) for shape in ((4, HIDDEN), (32, 4)))
+        self.bias = nn.Parameter(torch.randn(32)) if bias else None
+        self.to(DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = (self.packed, self.absmax, self.code, self.absmax_code, self.absmax_scale, self.offset)
+        return operators.lora_linear_4bit_flat(x, *weight, self.lora_a, self.lora_b, self.bias, 32, 64, 0.5)
+
+
+@pytest.mark.parametrize(("nested", "bias"), [(True, False), (False, True)], ids=["nested", "plain, with a bias"])
+def test_lora_over_a_packed_4_bit_weight(nested: bool, bias: bool) -> None:
+    module, x = QuantizedLinear(nested, bias), leaf(2, 3, HIDDEN)
+    jitted = jit(module)
+    results = []
+    for run in (module, jitted):
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+    for theirs, ours in zip(*results, strict=True):
+        assert theirs.count_nonzero()
+        torch.testing.assert_close(ours, theirs)
+    assert forward_names(jitted) == {"lora_linear_4bit": 1}
+    assert backward_names(jitted) == {"lora_linear_4bit_backward": 1}
