@@ -28,11 +28,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fastft import operators
 from fastft.autograd.autocast import AutocastState
 from fastft.patching import causal_lm, registry
-from fastft.patching.attention import family_arguments, interface_of
+from fastft.patching.attention import CACHE_NAMES, family_arguments, has_cache, interface_of
 from fastft.patching.families import Family
 from fastft.patching.peft import ProjectionReader
-
-CACHE_NAMES = ("cache", "past_key_values")
 
 __all__ = ["forward", "layer_forward"]
 
@@ -75,7 +73,7 @@ def _project(parent: Any, name: str, x: Tensor) -> Tensor:
 def _attention(module: Any, family: Family, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Projections by their modules, one rotation, transformers' own attention function."""
     known = len(args) < 2 and kwargs.get("position_embeddings") is not None
-    if not known or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+    if not known or has_cache(kwargs):
         return original(module, *args, **kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     passed = ("hidden_states", "attention_mask", "position_embeddings", *CACHE_NAMES)
@@ -133,7 +131,7 @@ def _causal_lm(model: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 def layer_forward(layer: nn.Module, site: registry.Site, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A planned decoder layer: its class's forward, checkpointed under a plan that recomputes."""
     stock = partial(type(layer).forward, layer, **kwargs)
-    cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
+    cached = has_cache(kwargs)
     if site.level == "keep" or cached or not (layer.training and torch.is_grad_enabled()):
         return stock(hidden_states, *args)
     return torch.utils.checkpoint.checkpoint(stock, hidden_states, *args, use_reentrant=False)
