@@ -17,9 +17,10 @@ Every operator is pure: it writes to nothing it was given and returns nothing th
 an in-place trick of the eager path (a gradient over a buffer the pair owns) costs a buffer here, which the compiler is
 free to place.
 
-The eager path does not come through here. Dispatch, fake and autograd layers cost 30 to 60 µs a call on the host, and a
-decoder layer launches some twenty kernels: `fastft.functional` calls its thin autograd Functions, and these operators
-only while `torch.compile` is tracing. Importing this package registers them; `import fastft` does not import it.
+The eager path does not come through here. The dispatcher's layers cost the host 36 µs a forward and 95 µs with its
+backward (a small RMSNorm on one CPU core: 28 and 114 µs without), and a decoder layer launches some twenty kernels:
+`fastft.functional` calls its thin autograd Functions, and these operators only while `torch.compile` is tracing.
+Importing this package registers them; `import fastft` does not import it.
 """
 
 from __future__ import annotations
