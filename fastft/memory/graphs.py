@@ -337,12 +337,12 @@ class ModelGraphs:
         self.replays += 1
         return _Replayed.apply(graph, cos, sin, x, *call.leaves())  # type: ignore[no-any-return]
 
-    def release(self) -> None:
-        """Forget all graphs and give their memory back."""
+    def release(self, reason: str | None = None) -> None:
+        """Forget all graphs and give their memory back, for `reason`."""
         self._drop()
         self._shared.clear()
         self._step, self._last, self._alike, self._called = [], [], 0, set()
-        self.replays, self._failed, self.reason = 0, False, None
+        self.replays, self._failed, self.reason = 0, False, reason
 
     def _drop(self) -> None:
         """Forget the graphs, and their pool with them: PyTorch ends a pool with its last graph."""

@@ -68,6 +68,7 @@ class Plan:
         seconds: time beyond keeping everything, in the unit of the costs.
         fits: whether device and host memory suffice; if not, this is the plan with the least peak.
         compact: rows of the MLP's small tiles that the costs it was made from are of; 0 for the usual tiles.
+        eager: whether it holds only without CUDA graphs.
     """
 
     levels: tuple[str, ...]
@@ -77,6 +78,7 @@ class Plan:
     seconds: float
     fits: bool
     compact: int = 0
+    eager: bool = False
 
     def summary(self) -> str:
         """One line: how many layers at each level, the predicted peak, and host memory if any is used."""

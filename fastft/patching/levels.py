@@ -105,9 +105,9 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
-        compact = 0 if plan is None else plan.compact
+        compact, eager = (0, False) if plan is None else (plan.compact, plan.eager)
     else:
-        compact = 0
+        compact, eager = 0, False
         levels = [s.level for s in sites]  # type: ignore[union-attr]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.
@@ -122,11 +122,15 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
             decoder_layer.hosts[layer] = store_of(backbone)  # type: ignore[index]
         else:
             decoder_layer.hosts.pop(layer, None)  # type: ignore[arg-type]
-        if site.cuda_graphs:
+        if site.cuda_graphs and not eager:
             decoder_layer.graphs[layer] = graphs_of(backbone)  # type: ignore[index]
+        else:
+            decoder_layer.graphs.pop(layer, None)  # type: ignore[arg-type]
         before = level
-    if site.cuda_graphs:
+    if site.cuda_graphs and not eager:
         graphs_of(backbone).begin()
+    elif site.cuda_graphs:
+        graphs_of(backbone).release("what they keep is not let go, and the budget has no room for it beside offload")
 
 
 def level_of(site: registry.Site) -> str:

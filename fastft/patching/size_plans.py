@@ -134,6 +134,8 @@ def plan_for(
             of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
             costs = tuple(with_gradients(one, of_a_layer) for one in costs)
         plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+        if buffers:
+            plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
         # The plan of an extraordinary step (a second graph is alive) is not remembered, unless the next is like it.
         if known is not None and 0 <= known.start < start and memory.outgrown != size:
             memory.outgrown = size
@@ -212,6 +214,15 @@ def _make_one(
     if plan.levels[last] == "offload":
         plan = make_plan(**arguments, fixed=fixed | {last: "recompute"}, allowed=allowed)
     return plan
+
+
+def _needs_eager(plan: Plan, costs: Sequence[StepCosts], base: int) -> bool:
+    """Whether an offloaded layer's backward would pass the budget beside what graphs keep: that is never let go."""
+    if "offload" not in plan.levels:
+        return False
+    levels = costs[(0, *mlp_half.COMPACT_ROWS).index(plan.compact)].levels
+    kept = sum(levels[level].saved for level in plan.levels)
+    return base + kept + levels["offload"].working > plan.budget
 
 
 def _host_budget(held: int) -> int:

@@ -1140,6 +1140,12 @@ _MEMORY = [
                 "pass",
             ),
             (
+                "offload_that_leaves_no_room_for_what_graphs_keep_does_without_them",
+                "what graphs keep counts as let go",
+                "kept = sum(levels[level].saved for level in plan.levels)",
+                "return False",
+            ),
+            (
                 "gradients_of_an_earlier_micro_batch_are_in_the_plan",
                 "gradients that a forward finds are left out of its plan",
                 "if not memory.accumulates and _finds_gradients(layers):",

@@ -24,7 +24,7 @@ from fastft.memory.budget import DeviceMemory
 from fastft.memory.costs import with_gradients
 from fastft.memory.graphs import CUBLAS_WORKSPACE
 from fastft.memory.planner import make_plan
-from fastft.patching import layer_costs, levels, registry, size_plans
+from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
 from tests.patching.helpers import (
@@ -668,6 +668,24 @@ def test_buffers_that_graphs_will_take_are_in_the_plan(device: Device, batch: Ba
     step(model, batch)
     (known,) = memory(model).sizes.values()
     assert known.start == BUSY + optimizer_bytes(model)
+
+
+def test_offload_that_leaves_no_room_for_what_graphs_keep_does_without_them(device: Device, batch: Batch) -> None:
+    """Replayed layers never let go of what they keep; an offloaded layer's backward would come on top of it."""
+    model = build()
+    device.graphs_pay = True
+    step(model, batch)
+    assert not plan_of(model).eager
+    assert all(layer in decoder_layer.graphs for layer in decoder_layers(model))
+    fastft.patch(model, memory_budget="1MiB")
+    step(model, batch)
+    assert "offload" in assigned(model)
+    assert plan_of(model).eager
+    assert not any(layer in decoder_layer.graphs for layer in decoder_layers(model))
+    assert "beside offload" in str(fastft.report(model))
+    fastft.patch(model, memory_budget=10**11)
+    step(model, batch)
+    assert all(layer in decoder_layer.graphs for layer in decoder_layers(model))
 
 
 def test_a_second_backward_through_a_mixed_plan(device: Device, batch: Batch) -> None:
