@@ -130,11 +130,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         from fastft import operators
 
-        for name in (
-            "on_empty",
-            "skip_below",
-            "on_skip",
-        ):  # callbacks, and an approximation nobody has to make
+        for name in ("on_empty", "skip_below", "on_skip"):  # callbacks, and an approximation nobody has to make
             options.pop(name, None)
         return operators.linear_cross_entropy(hidden, weight, labels, **options)
     return _linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, **options)
