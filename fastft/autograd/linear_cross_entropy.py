@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,8 @@ from torch import Tensor
 
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.first_order import first_order
+from fastft.autograd.head_arguments import check, check_reduction
+from fastft.autograd.head_products import add_head_grads, chunks, project, project_back, put_rows, take_rows
 from fastft.kernels.cross_entropy import (
     OPTIONAL_OUTPUTS,
     STATISTICS,
@@ -52,14 +54,6 @@ from fastft.kernels.cross_entropy import (
 from fastft.kernels.sparse_product import sparse_product
 
 __all__ = ["EMPTY_BATCH", "linear_cross_entropy", "linear_log_probs"]
-
-# Bytes of a chunk of logits: 2,048 rows of a 128,256-token vocabulary in 16 bits; on Hopper fewer rows are slower, more
-# are no faster.
-_CUDA_CHUNK_BYTES = 512 * 2**20
-_CPU_CHUNK_BYTES = 64 * 2**20
-_FEW_ROWS = 4096  # up to here in chunks of half the size (hidden 2,048 on an H200: 7.5 ms for 7.2, and half the memory)
-_CAST_SLICE_BYTES = 64 * 2**20  # of a weight that has to be cast
-_UPCAST_COLUMNS = 8192  # vocabulary columns per product where 16-bit operands are widened by hand
 
 EMPTY_BATCH = (
     "fastft: a batch had no supervised tokens (all labels -100); it adds 0 to the loss. Common causes: truncation cut "
@@ -176,9 +170,9 @@ def forward(tensors: Tensors, statics: Statics) -> tuple[Outputs, Saved]:
     grad_rows = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if statics.keeps_grad_rows else None
     grad_weight, grad_bias = _head_grads(weight, bias, statics, wide) if statics.keeps_head_grads else (None, None)
     write_gradient = statics.keeps_grad_rows or statics.keeps_head_grads
-    for start, end, logits in _chunks(count, vocabulary, dtype, hidden.device):
-        rows = _take(hidden, index, start, end).to(dtype)  # [n, hidden]
-        _project(rows, weight, bias, logits)
+    for start, end, logits in chunks(count, vocabulary, dtype, hidden.device):
+        rows = take_rows(hidden, index, start, end).to(dtype)  # [n, hidden]
+        project(rows, weight, bias, logits)
         cross_entropy(
             logits,
             targets[start:end],
@@ -189,7 +183,7 @@ def forward(tensors: Tensors, statics: Statics) -> tuple[Outputs, Saved]:
         )
         if grad_rows is not None:
             _hidden_gradient(logits, weight, statics, grad_rows[start:end])
-        _add_head_grads(grad_weight, grad_bias, logits, rows)
+        add_head_grads(grad_weight, grad_bias, logits, rows)
 
     kept = SavedTensors(grad_rows, grad_weight, grad_bias, index)
     if statics.keeps_inputs:
@@ -243,9 +237,9 @@ def _backward_again(
     count = targets.shape[0]
     grad_hidden = hidden.new_zeros(saved.hidden_shape) if statics.needs_hidden else None
     grad_weight, grad_bias = _head_grads(weight, kept.bias, statics, statistics.dtype)
-    for start, end, logits in _chunks(count, weight.shape[0], statics.compute_dtype, hidden.device):
-        rows = _take(hidden, index, start, end).to(statics.compute_dtype)
-        _project(rows, weight, kept.bias, logits)
+    for start, end, logits in chunks(count, weight.shape[0], statics.compute_dtype, hidden.device):
+        rows = take_rows(hidden, index, start, end).to(statics.compute_dtype)
+        project(rows, weight, kept.bias, logits)
         part = slice(start, end)
         cross_entropy_backward(
             logits,
@@ -257,9 +251,9 @@ def _backward_again(
         )
         if grad_hidden is not None:
             grad_rows = torch.empty_like(rows)
-            _project_back(logits, weight, grad_rows)
-            _put(grad_hidden, index, start, end, grad_rows)
-        _add_head_grads(grad_weight, grad_bias, logits, rows)
+            project_back(logits, weight, grad_rows)
+            put_rows(grad_hidden, index, start, end, grad_rows)
+        add_head_grads(grad_weight, grad_bias, logits, rows)
     return (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(saved.weight_dtype),
@@ -289,72 +283,10 @@ def _supervised_rows(labels: Tensor, ignore_index: int | None, vocabulary: int) 
     return count, torch.argsort(valid.to(torch.uint8), descending=True, stable=True)[:count]
 
 
-def chunk_rows(count: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
-    """Rows of logits that exist at once."""
-    on_cpu = device.type == "cpu"
-    budget, most = (_CPU_CHUNK_BYTES, 1024) if on_cpu else (_CUDA_CHUNK_BYTES, 4096)
-    if not on_cpu and count <= _FEW_ROWS:
-        budget //= 2
-    rows = min(most, max(256, budget // (vocabulary * itemsize) // 128 * 128))
-    rows = -(-count // -(-count // rows))  # even chunks: no last one of a few rows that reads the whole weight
-    return min(count, -(-rows // 128) * 128)
-
-
-def chunk_bytes(count: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
-    """Bytes of the logits that exist at once, for `count` supervised rows."""
-    return chunk_rows(count, vocabulary, itemsize, device) * vocabulary * itemsize if count and vocabulary else 0
-
-
-def _chunks(count: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, end, logits buffer [end − start, vocabulary]) over `count` rows; one buffer serves all chunks."""
-    if count == 0:
-        return
-    rows = chunk_rows(count, vocabulary, dtype.itemsize, device)
-    # Row starts on 128-byte boundaries whatever the vocabulary: matrix units and vector loads want aligned rows
-    stride = -(-vocabulary // 64) * 64
-    buffer = torch.empty((rows, stride), dtype=dtype, device=device)[:, :vocabulary]
-    for start in range(0, count, rows):
-        end = min(start + rows, count)
-        yield start, end, buffer[: end - start]
-
-
-def _weight_slices(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, end row, rows in `dtype`): the weight itself, or slices of it cast one at a time."""
-    vocabulary, hidden = weight.shape
-    if weight.dtype == dtype:
-        yield 0, vocabulary, weight
-        return
-    step = max(1, _CAST_SLICE_BYTES // (hidden * dtype.itemsize))
-    for start in range(0, vocabulary, step):
-        end = min(start + step, vocabulary)
-        yield start, end, weight[start:end].to(dtype)
-
-
-def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
-    """logits = rows @ weightᵀ + bias."""
-    for start, end, part in _weight_slices(weight, rows.dtype):
-        if bias is None:
-            torch.mm(rows, part.t(), out=logits[:, start:end])
-        else:
-            torch.addmm(bias[start:end].to(rows.dtype), rows, part.t(), out=logits[:, start:end])
-
-
-def _project_back(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = gradient @ weight, accumulated in float32 and rounded once, whether or not the weight comes in slices."""
-    if weight.dtype == gradient.dtype:
-        torch.mm(gradient, weight, out=out)
-        return
-    wide = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
-    total = torch.zeros(out.shape, dtype=wide, device=out.device)
-    for start, end, part in _weight_slices(weight, gradient.dtype):
-        _add_product(total, gradient[:, start:end], part)
-    out.copy_(total)
-
-
 def _hidden_gradient(gradient: Tensor, weight: Tensor, statics: Statics, out: Tensor) -> None:
     """out = gradient @ weight, or what `skip_below` leaves of it: then `gradient` is overwritten."""
     if statics.skip_below is None:
-        _project_back(gradient, weight, out)
+        project_back(gradient, weight, out)
         return
     slope = abs(statics.logit_scale / statics.temperature)  # G is (P − Y) times this
     sparse_product(gradient, weight, statics.skip_below * slope, out=out)
@@ -375,16 +307,6 @@ def whole_product_reason(statics: Statics, device: torch.device) -> str | None:
     return None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b without rounding the product to the operands' dtype first."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
 def _head_grads(
     weight: Tensor, bias: Tensor | None, statics: Statics, wide: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -392,30 +314,6 @@ def _head_grads(
     if not statics.needs_bias or bias is None:
         return grad_weight, None
     return grad_weight, torch.zeros(bias.shape, dtype=wide, device=bias.device)
-
-
-def _add_head_grads(grad_weight: Tensor | None, grad_bias: Tensor | None, gradient: Tensor, rows: Tensor) -> None:
-    if grad_weight is not None:
-        vocabulary = gradient.shape[1]
-        widened = gradient.dtype != grad_weight.dtype and not gradient.is_cuda
-        step = _UPCAST_COLUMNS if widened else vocabulary
-        for start in range(0, vocabulary, step):
-            columns = slice(start, start + step)
-            _add_product(grad_weight[columns], gradient[:, columns].t(), rows)
-    if grad_bias is not None:
-        grad_bias.add_(gradient.sum(0, dtype=grad_bias.dtype))
-
-
-def _take(tensor: Tensor, index: Tensor | None, start: int, end: int) -> Tensor:
-    """Rows start..end of those that count."""
-    return tensor[start:end] if index is None else tensor.index_select(0, index[start:end])
-
-
-def _put(tensor: Tensor, index: Tensor | None, start: int, end: int, rows: Tensor) -> None:
-    if index is None:
-        tensor[start:end].copy_(rows)
-    else:
-        tensor.index_copy_(0, index[start:end], rows.to(tensor.dtype))
 
 
 def _scatter_scaled(grad_rows: Tensor, grad_loss: Tensor, saved: Saved) -> Tensor:
@@ -436,7 +334,7 @@ def _scatter_scaled(grad_rows: Tensor, grad_loss: Tensor, saved: Saved) -> Tenso
         if index is None:  # [n, 1] float32 times 16 bits is computed in float32 and rounded once
             torch.mul(grad_rows[start:end], scale[start:end], out=result[start:end])
         else:
-            _put(result, index, start, end, grad_rows[start:end] * scale[start:end])
+            put_rows(result, index, start, end, grad_rows[start:end] * scale[start:end])
     return result
 
 
@@ -615,26 +513,6 @@ def linear_cross_entropy(
     return outputs.log_probs / -divisor
 
 
-def check_reduction(hidden: Tensor, labels: Tensor, reduction: str, num_items_in_batch: Any) -> None:
-    """Refuse an unknown reduction, a divisor without a mean, and labels of another shape.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
-    if num_items_in_batch is not None and reduction != "mean":
-        raise ValueError(
-            "linear_cross_entropy: num_items_in_batch belongs to reduction='mean'; with reduction="
-            f"{reduction!r}, divide the result yourself"
-        )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy: labels {tuple(labels.shape)} must have hidden's shape {tuple(hidden.shape)} "
-            "less its last dimension"
-        )
-
-
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -681,46 +559,3 @@ def linear_log_probs(
         on_skip=on_skip,
     )
     return result[:5]
-
-
-def check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    softcap: float | None,
-    temperature: float,
-    label_smoothing: float,
-    outputs: tuple[str, ...],
-    skip_below: float | None,
-) -> None:
-    """Refuse arguments that do not fit each other, before anything is computed.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
-        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"linear_cross_entropy: hidden must be [rows, hidden] and labels [rows]: got {shapes}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        shapes = f"{tuple(weight.shape)} for hidden {tuple(hidden.shape)}"
-        raise ValueError(f"linear_cross_entropy: weight must be [vocabulary, {hidden.shape[1]}]: got {shapes}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear_cross_entropy: bias must be [{weight.shape[0]}], one per row of weight: got {tuple(bias.shape)}"
-        )
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"linear_cross_entropy: labels must be integers, not {labels.dtype}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy: softcap must be positive, or None for no cap: got {softcap}")
-    if not temperature > 0:
-        raise ValueError(f"linear_cross_entropy: temperature must be positive: got {temperature}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1]: got {label_smoothing}")
-    if skip_below is not None and not skip_below >= 0:
-        raise ValueError(f"linear_cross_entropy: skip_below must be at least 0, or None to skip none: got {skip_below}")
-    unknown = set(outputs) - {"log_probs", *OPTIONAL_OUTPUTS}
-    if unknown:
-        raise ValueError(
-            f"linear_cross_entropy: unknown outputs {sorted(unknown)}; known: log_probs, {', '.join(OPTIONAL_OUTPUTS)}"
-        )

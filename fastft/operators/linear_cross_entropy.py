@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastft.autograd import linear_cross_entropy as pair
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.head_arguments import check, check_reduction
 from fastft.kernels.cross_entropy import STATISTICS
 
 __all__ = [
@@ -329,10 +330,10 @@ def linear_cross_entropy(
     Raises:
         ValueError: for arguments that do not fit each other; at run time, for a label outside the vocabulary.
     """
-    pair.check_reduction(hidden, labels, reduction, num_items_in_batch)
+    check_reduction(hidden, labels, reduction, num_items_in_batch)
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets = labels.reshape(-1).to(device=hidden.device, dtype=torch.int64)
-    pair.check(rows, weight, bias, targets, softcap, temperature, label_smoothing, (), None)
+    check(rows, weight, bias, targets, softcap, temperature, label_smoothing, (), None)
     grad = torch.is_grad_enabled()
     loss, counted, *_ = linear_cross_entropy_op(
         rows,

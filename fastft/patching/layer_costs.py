@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastft.autograd import mlp_half
-from fastft.autograd.linear_cross_entropy import chunk_bytes
+from fastft.autograd.head_products import chunk_bytes
 from fastft.kernels.join import round_rank
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import LayerShape, StepCosts, step_costs

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastft.autograd import head_products
 from fastft.autograd import linear_cross_entropy as module
 from fastft.autograd.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from fastft.kernels.backend import interpreting
@@ -88,7 +89,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
             end = min(start + rows, count)
             yield start, end, torch.empty((end - start, vocabulary), dtype=dtype, device=device)
 
-    monkeypatch.setattr(module, "_chunks", chunks)
+    monkeypatch.setattr(module, "chunks", chunks)
 
 
 # --- derivatives ---
@@ -253,7 +254,7 @@ def test_mixed_dtypes_and_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compute dtype is autocast's if on, else hidden's; gradients come back in their inputs' dtypes."""
-    monkeypatch.setattr(module, "_CAST_SLICE_BYTES", 64 * 4 * 50)  # 50 rows of the weight at a time in float32
+    monkeypatch.setattr(head_products, "_CAST_SLICE_BYTES", 64 * 4 * 50)  # 50 rows of the weight at a time in float32
     x, weight, bias, labels = make_inputs(60, 64, 217, trained=trained, biased=True)
     x, weight = x.detach().to(hidden_dtype).requires_grad_(), weight.detach().to(weight_dtype).requires_grad_(trained)
     assert bias is not None
@@ -271,15 +272,6 @@ def test_mixed_dtypes_and_autocast(
     theirs = torch.autograd.grad(stock, leaves(x, weight, bias))
     for one, other, reference in zip(ours, theirs, torch.autograd.grad(exact, leaves(*exact_inputs)), strict=True):
         assert_as_good_as_stock(one, other, reference)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
-def test_products_are_added_up_unrounded(dtype: torch.dtype) -> None:
-    """Head gradients are sums over chunks: rounding each chunk's product to 16 bits first would bias training."""
-    a, b, total = torch.randn(9, 33).to(dtype), torch.randn(33, 7).to(dtype), torch.randn(9, 7)
-    expected = total.double() + a.double() @ b.double()
-    module._add_product(total, a, b)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- against TRL's own ---
@@ -680,27 +672,10 @@ def test_memory_grows_by_two_hidden_buffers_with_tokens_and_by_a_chunk_with_the_
     assert wider.peak - peak <= max(wider.sizes)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("vocabulary", [97, 32_000, 49_152, 131_072, 256_000])
-def test_chunks_cover_every_row_once_within_their_budget(device: str, vocabulary: int) -> None:
-    """ "meta" stands for any accelerator here."""
-    budget = module._CPU_CHUNK_BYTES if device == "cpu" else module._CUDA_CHUNK_BYTES
-    for count in (0, 1, 127, 1000, 4096, 4097, 20_011):
-        chunks = list(module._chunks(count, vocabulary, torch.bfloat16, torch.device(device)))
-        assert [start for start, _, _ in chunks] == [0, *(end for _, end, _ in chunks[:-1])][: len(chunks)]
-        assert (chunks[-1][1] if chunks else 0) == count
-        for start, end, logits in chunks:
-            assert logits.shape == (end - start, vocabulary)
-            assert logits.stride(0) % 64 == 0
-            assert logits.stride(0) * logits.shape[0] * 2 <= max(budget, 256 * (vocabulary + 64) * 2)
-        sizes = [end - start for start, end, _ in chunks]
-        assert not sizes or max(sizes) - min(sizes) <= 128 * len(sizes)
-
-
 def test_no_gradient_rows_are_built_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under no_grad, or for a hidden that needs none, there is no second product."""
     calls: list[int] = []
-    monkeypatch.setattr(module, "_project_back", lambda *_: calls.append(1))
+    monkeypatch.setattr(module, "project_back", lambda *_: calls.append(1))
     x, weight, _, labels = make_inputs()
     with torch.no_grad():
         linear_cross_entropy(x, weight, labels)
@@ -716,17 +691,17 @@ def test_vocabulary_products_are_as_many_as_promised(monkeypatch: pytest.MonkeyP
     """Two for a frozen head, also per token; three for a trained one whose loss is reduced here; else four."""
     counted: dict[str, int] = {}
 
-    def counting(name: str) -> None:
-        original = getattr(module, name)
+    def counting(where: Any, name: str) -> None:
+        original = getattr(where, name)
 
         def wrapper(*arguments: Any) -> Any:
             counted[name] = counted.get(name, 0) + 1
             return original(*arguments)
 
-        monkeypatch.setattr(module, name, wrapper)
+        monkeypatch.setattr(where, name, wrapper)
 
-    for name in ("_project", "_project_back", "_add_product"):
-        counting(name)
+    for where, name in ((module, "project"), (module, "project_back"), (head_products, "add_product")):
+        counting(where, name)
 
     def products(trained: bool, reduction: Any) -> int:
         counted.clear()

@@ -889,18 +889,6 @@ _AUTOGRAD = [
                 "_hidden_gradient(logits, weight, statics, grad_rows[: end - start])",
             ),
             (
-                "[mean-trained, bias-plain-hard labels]",
-                "bias gradient of the last chunk alone",
-                "grad_bias.add_(gradient.sum(",
-                "grad_bias.copy_(gradient.sum(",
-            ),
-            (
-                "[mean-trained-plain-hard labels]",
-                "weight gradient of the last chunk alone",
-                "_add_product(grad_weight[columns], gradient[:, columns].t(), rows)",
-                "grad_weight[columns] = gradient[:, columns].t() @ rows",
-            ),
-            (
                 "[none-trained-plain-hard labels]",
                 "recomputing: incoming gradients of the wrong rows",
                 "grad_log_probs = None if grad_log_probs is None else grad_log_probs.index_select(0, index)",
@@ -935,6 +923,24 @@ _AUTOGRAD = [
 ]
 
 _PATCHING = [
+    *_faults(
+        "autograd/head_products.py",
+        _LOSS,
+        [
+            (
+                "[mean-trained, bias-plain-hard labels]",
+                "bias gradient of the last chunk alone",
+                "grad_bias.add_(gradient.sum(",
+                "grad_bias.copy_(gradient.sum(",
+            ),
+            (
+                "[mean-trained-plain-hard labels]",
+                "weight gradient of the last chunk alone",
+                "add_product(grad_weight[columns], gradient[:, columns].t(), rows)",
+                "grad_weight[columns] = gradient[:, columns].t() @ rows",
+            ),
+        ],
+    ),
     *_faults(
         "patching/approximations.py",
         "tests/patching/test_approximations.py::test_",

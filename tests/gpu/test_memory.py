@@ -11,7 +11,7 @@ import torch
 
 import fastft
 from fastft import functional
-from fastft.autograd.linear_cross_entropy import _CUDA_CHUNK_BYTES
+from fastft.autograd.head_products import _CUDA_CHUNK_BYTES
 from fastft.memory import planner
 from fastft.memory.costs import LayerShape, step_costs
 from tests import support
