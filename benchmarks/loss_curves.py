@@ -3,7 +3,8 @@
 usage: loss_curves.py run MODEL --train FILE.jsonl --test FILE.jsonl --impl stock --seed 0 --out FOLDER [--steps 1000]
        loss_curves.py table FOLDER [--csv FILE]
        loss_curves.py plot FOLDER --png FILE
-IMPL: stock | fast | folded | skipped (fast with that approximation, docs/approximations.md).
+IMPL: stock | float32 (stock, its base and activations in float32) | fast | folded | skipped (fast with that
+approximation, docs/approximations.md).
 
 One run a process. MODEL is a folder or a hub name; the files hold GSM8K's fields, "question" and "answer". QLoRA r=16
 on the seven projections over NF4, bfloat16, batches of 8, AdamW 2e-4 falling to nothing; the loss counts answers only.
@@ -22,6 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WINDOW = 100  # steps that a point of the table is a mean over
+# float32 shows what rounding of activations costs stock. In both, as in "fast", SFTTrainer makes the adapters bfloat16.
+STOCK = ("stock", "float32")
 
 
 def rows(path: str, count: int | None = None) -> list[dict]:
@@ -39,7 +42,7 @@ def rows(path: str, count: int | None = None) -> list[dict]:
 def load(a: argparse.Namespace) -> tuple:
     import torch
 
-    if a.impl != "stock":
+    if a.impl not in STOCK:
         import fastft
         from fastft import FastModel
 
@@ -53,14 +56,15 @@ def load(a: argparse.Namespace) -> tuple:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 
+    dtype = torch.float32 if a.impl == "float32" else torch.bfloat16
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=dtype,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        a.model, quantization_config=quantization, dtype=torch.bfloat16, device_map="auto"
+        a.model, quantization_config=quantization, dtype=dtype, device_map="auto"
     )
     set_seed(a.seed)
     lora = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
@@ -86,8 +90,8 @@ def run(a: argparse.Namespace) -> None:
             lr_scheduler_type="linear",
             warmup_steps=a.steps // 20,
             max_length=512,
-            bf16=torch.cuda.is_available(),
-            gradient_checkpointing=a.impl != "stock",  # stock goes faster without, and has the room
+            bf16=torch.cuda.is_available() and a.impl != "float32",
+            gradient_checkpointing=a.impl not in STOCK,  # stock goes faster without, and has the room
             logging_steps=1,
             seed=a.seed,
             report_to=[],
@@ -160,6 +164,7 @@ def plot(a: argparse.Namespace) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for impl, colour in (
         ("stock", "tab:gray"),
+        ("float32", "black"),
         ("fast", "tab:blue"),
         ("folded", "tab:orange"),
         ("skipped", "tab:green"),
@@ -186,7 +191,7 @@ one.add_argument("model")
 one.add_argument("--train", required=True)
 one.add_argument("--test", required=True)
 one.add_argument("--test-rows", type=int, default=400)
-one.add_argument("--impl", choices=("stock", "fast", "folded", "skipped"), required=True)
+one.add_argument("--impl", choices=("stock", "float32", "fast", "folded", "skipped"), required=True)
 one.add_argument("--seed", type=int, default=0)
 one.add_argument("--steps", type=int, default=1000)
 one.add_argument("--out", required=True)
