@@ -1,11 +1,11 @@
 """How a step's time and memory grow with the row and with the model, and how far that is from the limit.
 
-usage: growth.py run MODEL_DIR --shape llama-1b --out FILE.jsonl [--lengths 1024 4096 16384 65536] [--plans auto recompute]
+usage: growth.py run MODEL_DIR --shape llama-1b --out FILE.jsonl [--lengths 1024 4096 …] [--plans auto recompute]
        growth.py plot FILE.jsonl --png FILE.png
 
 `run` trains one row of random tokens (QLoRA r=16 over NF4, bf16, fused AdamW; train_step.py's loop) at each length and
-plan, MODEL_DIR being a checkpoint of that shape (make_model.py), and prints a JSON line each. The limit is the time that
-the products of such a step take at the rate of a large product, measured in the same process, nothing recomputed
+plan, MODEL_DIR being a checkpoint of that shape (make_model.py), and prints a JSON line each. The limit is the time
+that the products of such a step take at the rate of a large product, measured in the same process, nothing recomputed
 (`fastft.bench.roofline.step_cost`). Lines of several models go into one file; `plot` draws them all.
 """
 
