@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Scheme", "resolve_scheme", "rounding_error"]
+__all__ = ["Scheme", "resolve_scheme", "rounded", "rounding_error"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -92,7 +92,14 @@ def resolve_scheme(name: str) -> Scheme:
 
 
 def rounding_error(weight: Tensor, scheme: Scheme, group_size: int | None = None) -> float:
-    """Relative error (root mean square) of `weight` [out, in] rounded to nearest in `scheme`.
+    """Relative error (root mean square) of `weight` [out, in] rounded to nearest in `scheme`."""
+    difference = rounded(weight, scheme, group_size).sub_(weight)
+    squares = difference.square().sum(dtype=torch.float64) / weight.float().square().sum(dtype=torch.float64)
+    return float(squares.nan_to_num().sqrt())
+
+
+def rounded(weight: Tensor, scheme: Scheme, group_size: int | None = None) -> Tensor:
+    """`weight` [out, in] rounded to nearest in `scheme` and made dense again, float32.
 
     Args:
         group_size: instead of the scheme's.
@@ -104,16 +111,15 @@ def rounding_error(weight: Tensor, scheme: Scheme, group_size: int | None = None
     if scheme.grid == "int":
         steps = 2**scheme.bits
         scale = 2 * largest / (steps - 1)
-        rounded = (groups / scale).round_().clamp_(-steps // 2, steps // 2 - 1)
+        values = (groups / scale).round_().clamp_(-steps // 2, steps // 2 - 1)
     elif scheme.grid == "e4m3":
         scale = largest / torch.finfo(torch.float8_e4m3fn).max
-        rounded = (groups / scale).to(torch.float8_e4m3fn).float()
+        values = (groups / scale).to(torch.float8_e4m3fn).float()
     else:
         # The largest power of two whose 4 is not above the group's largest value: 6 · scale may be below it, and clips.
         scale = torch.exp2(torch.floor(torch.log2(largest)) - 2) if scheme.power_of_two else largest / _E2M1[-1]
-        rounded = _to_e2m1(groups / scale)
-    difference = (rounded * scale).sub_(groups)
-    return float(difference.square().sum(dtype=torch.float64).sqrt() / groups.norm().double().clamp_min(1e-30))
+        values = _to_e2m1(groups / scale)
+    return values.mul_(scale).reshape(weight.shape)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:

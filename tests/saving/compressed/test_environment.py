@@ -97,6 +97,7 @@ model = tiny()
 before, generator = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
 os.chdir(sys.argv[1])
 FastModel.save_compressed(model, byte_level(), sys.argv[2] + "/out", scheme="int8", calibration=TEXTS)
+FastModel.save_compressed(model, byte_level(), sys.argv[2] + "/out", scheme="int8", calibration=TEXTS)  # imported now
 assert not list(pathlib.Path().iterdir()), "files in the current directory"
 assert torch.equal(torch.get_rng_state(), generator)
 assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and model.training
