@@ -10,7 +10,7 @@ activations as the format does, on any device). Then
    weight that is not there, or in another order, would be;
 3. the loaded model answers as the quantized model in memory did before it was written, up to the dtype's rounding;
 4. its logits are as near the merged model's as errors of that size leave them. With relative errors w in the weights
-   and a in the activations they were off by 2.6 (a trained model of 30 layers) to 4.2 (random ones of 2) times
+   and a in the activations they were off by 2.6 (a trained model of 30 layers) to 4.5 (random ones of 2) times
    √(w² + a²); 8 times is allowed, and at most 1. That is sharp for 8 bits and says little for 4: there 2 and 3 carry;
 5. the adapters' update is in what was written: with Δ the update in float32, W the merged and Ŵ the dense weight,
    1 + ⟨Ŵ − W, Δ⟩ / ⟨Δ, Δ⟩ over all weights is 1 if the update is there and 0 if the base was compressed instead. A

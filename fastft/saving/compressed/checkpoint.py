@@ -26,7 +26,7 @@ from fastft.saving.compressed.quantize import quantize_into
 from fastft.saving.compressed.schemes import resolve_scheme
 from fastft.saving.folder import check_target, replacing
 
-__all__ = ["SaveCheckError", "SavedCompressed", "compress_checkpoint"]
+__all__ = ["SaveCheckError", "SavedCompressed", "compress_checkpoint", "result", "write_compressed"]
 
 logger = logging.getLogger(__name__)
 

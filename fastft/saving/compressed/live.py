@@ -25,7 +25,7 @@ from fastft.saving.compressed.schemes import resolve_scheme
 from fastft.saving.fold import fold
 from fastft.saving.folder import check_target, replacing
 from fastft.saving.layout import owner, plan_layout
-from fastft.saving.merged import Base, dtype_named, save_merged
+from fastft.saving.merged import Base, adapter_bases, dtype_named, save_merged
 from fastft.saving.original import original_folder
 
 __all__ = ["save_compressed"]
@@ -88,8 +88,9 @@ def save_compressed(
     if dtype is None and resolved.only_bfloat16:
         dtype = torch.bfloat16
     saved_dtype = dtype_named(dtype, inner)
-    path = check_target(folder, original_folder(inner))
-    kept = None if keep_merged is None else check_target(keep_merged, original_folder(inner))
+    needed_still = (original_folder(inner), *adapter_bases(inner))
+    path = check_target(folder, *needed_still)
+    kept = None if keep_merged is None else check_target(keep_merged, *needed_still)
     if kept is not None and (kept == path or kept in path.parents or path in kept.parents):
         raise ValueError(f"keep_merged={kept} and {path} must be two folders, neither within the other.")
     layout = plan_layout(inner, saved_dtype, base)

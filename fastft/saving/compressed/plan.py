@@ -11,6 +11,7 @@ llm-compressor's own table treats it as if they did: logits of a small Gemma are
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from fastft.saving.compressed.calibration import calibration_rows
 from fastft.saving.compressed.schemes import Scheme, resolve_scheme
 
 __all__ = ["Algorithm", "Plan", "plan_compression"]
+
+logger = logging.getLogger(__name__)
 
 Algorithm = Literal["rtn", "gptq"]
 _SMOOTHED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -108,8 +111,12 @@ def plan_compression(
         algorithm = "gptq" if rows and resolved.rounds_by_data else "rtn"
     smooths = resolved.preset == "W8A8" and algorithm == "gptq" and smoothing_strength is not None
     smoothed = _smoothed(plain) if smooths else {}
-    if algorithm == "rtn" and not resolved.needs_calibration:
-        rows = []  # read and found good, but nothing depends on them
+    if rows and algorithm == "rtn" and not resolved.needs_calibration:
+        logger.warning(
+            "fastft: calibration makes no difference to %s rounded to nearest: its scales come from the weights, and "
+            "from each token while serving. algorithm='gptq' would use it.", resolved.preset,
+        )  # fmt: skip
+        rows = []
     return Plan(
         scheme=resolved, algorithm=algorithm, group_size=group, smoothing=smoothing_strength if smoothed else None,
         ignore=tuple(ignore), targets=targets, smoothed=smoothed, rows=rows,

@@ -78,9 +78,10 @@ def test_the_advice_in_a_refusal_is_taken() -> None:
     ],
 )
 def test_data_decides_how_weights_are_rounded(
-    options: dict[str, Any], algorithm: str, rows: int, smoothing: float | None
+    options: dict[str, Any], algorithm: str, rows: int, smoothing: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = plan(**options)
+    assert ("makes no difference" in caplog.text) == ("calibration" in options and not rows)
     assert (made.algorithm, len(made.rows), made.smoothing) == (algorithm, rows, smoothing)
     assert bool(made.smoothed) == (smoothing is not None)
 
