@@ -167,7 +167,7 @@ def _compare_weights(
             errors.append(_weight_error(name, found, source, ratio, plan, dtype))
         elif ratio is not None:
             _check_unrounded(name, relative(found.float() - source.float() * ratio, source.float() * ratio), dtype)
-        elif name not in norms and not torch.equal(found, source):
+        elif name not in norms and not torch.equal(found, source.to(found.dtype)):
             raise SaveCheckError(f"{name} is not quantized, and yet not what was merged. The checkpoint was removed.")
         delta = None if update is None else update(name)
         if delta is not None:

@@ -25,6 +25,7 @@ from fastft.saving.compressed.plan import Plan, plan_compression
 from fastft.saving.compressed.quantize import quantize_into
 from fastft.saving.compressed.schemes import resolve_scheme
 from fastft.saving.folder import check_target, replacing
+from fastft.saving.merged import SavedModel
 
 __all__ = ["SaveCheckError", "SavedCompressed", "compress_checkpoint", "result", "write_compressed"]
 
@@ -46,6 +47,8 @@ class SavedCompressed:
         update_kept: share of the adapters' update in the quantized weights; None where there was no live model.
         calibration_rows: how many rows the recipe saw.
         bytes: of the weights' files.
+        merged: the merged save it was made from, with its nearness to the live model; None where there was no live
+            model. Its folder is there only if it was to be kept.
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class SavedCompressed:
     update_kept: float | None
     calibration_rows: int
     bytes: int
+    merged: SavedModel | None = None
 
 
 def compress_checkpoint(
@@ -152,14 +156,14 @@ def write_compressed(
     return check_compressed(folder, merged, plan, Answers(tokens, plain, quantized), config, dtype, update)
 
 
-def result(path: Path, plan: Plan, measured: Measured) -> SavedCompressed:
+def result(path: Path, plan: Plan, measured: Measured, merged: SavedModel | None = None) -> SavedCompressed:
     """The report on a save that is in its place."""
     algorithm = plan.algorithm if plan.smoothing is None else f"smoothquant+{plan.algorithm}"
     saved = SavedCompressed(
         folder=path, scheme=plan.scheme.preset, algorithm=algorithm, layers=len(plan.targets),
         difference=measured.difference, allowed=measured.allowed, largest_error=measured.largest_error,
         update_kept=measured.update_kept, calibration_rows=len(plan.rows),
-        bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")), merged=merged,
     )  # fmt: skip
     logger.info(
         "fastft: saved %s (%s, %s, %d layers, %.1f MiB): logits differ from the merged model's by %.2g of their size, "

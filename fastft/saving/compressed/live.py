@@ -72,7 +72,7 @@ def save_compressed(
         max_shard_size: as `save_merged`.
 
     Returns:
-        What was saved, and how near it is to the merged model.
+        What was saved, how near it is to the merged model, and how near that is to the live one.
 
     Raises:
         ImportError: llm-compressor is missing, or tied to other versions than those installed.
@@ -108,7 +108,7 @@ def save_compressed(
             if kept is not None:
                 error.add_note(f"The merged checkpoint in {kept} is whole, and was checked.")
             raise
-    return result(path, plan, measured)
+    return result(path, plan, measured, merged)
 
 
 @contextmanager

@@ -127,6 +127,16 @@ def test_shards_are_as_large_as_asked(merged: pathlib.Path, tmp_path: pathlib.Pa
     assert (saved.folder / "model.safetensors.index.json").is_file()
 
 
+def test_weights_in_another_dtype_than_the_configuration_names_are_read_as_transformers_reads_them(
+    tmp_path: pathlib.Path,
+) -> None:
+    tiny().save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    saved = compress_checkpoint(tmp_path / "plain", tmp_path / "out", scheme="mxfp4")
+    assert saved.update_kept is saved.merged is None
+
+
 def test_what_is_no_unquantized_checkpoint_is_refused(merged: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
         compress_checkpoint(tmp_path, tmp_path / "out")

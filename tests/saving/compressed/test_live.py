@@ -57,6 +57,8 @@ def test_the_adapters_are_in_what_is_saved_and_the_live_model_is_as_before(
     assert off < effect
     assert off / float(expected.norm()) == pytest.approx(saved.difference, rel=0.5)
     assert saved.update_kept == pytest.approx(1, abs=0.03)
+    assert saved.merged is not None
+    assert saved.merged.difference < 1e-5
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
