@@ -171,3 +171,16 @@ def test_the_share_of_the_update_is_one_or_none(
     case.weight(f"{Q}.weight").copy_(rounded(base * scale, case.plan.scheme))
     with pytest.raises(SaveCheckError, match="the adapters' change vanished"):
         case.run(update=deltas.get)
+
+
+def test_an_update_that_the_grid_pulls_back_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What QLoRA trained lies near a 4-bit grid, and rounding on another one can find the base again."""
+    case = Case(tmp_path, monkeypatch)
+    name = f"{Q}.weight"
+    base = case.weight(name).clone()  # on the grid already
+    delta = 1e-3 * torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    case.merged.get_parameter(name).data = base + delta
+    case.merged.save_pretrained(tmp_path)
+    case.weight(name).copy_(rounded(base + delta, case.plan.scheme))
+    with pytest.raises(SaveCheckError, match=r"vanished: -?[0-3]?\d% of .* calibration with algorithm='gptq'"):
+        case.run(update={name: delta}.get)
