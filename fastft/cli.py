@@ -109,5 +109,38 @@ def validate(
     raise typer.Exit(run(kernel, reset=reset, ncu=ncu, model=model, tokens=tuple(bt or ())))
 
 
+@app.command()
+def compress(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with an unquantized checkpoint, as of save_merged.")],
+    output: Annotated[Path, typer.Argument(help="Folder for the compressed one; an earlier save there is replaced.")],
+    scheme: Annotated[
+        str, typer.Option(help="fp8_dynamic, fp8, int8, w4a16, nvfp4, nvfp4a16, mxfp4 or mxfp4a16.")
+    ] = "fp8_dynamic",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of rows with text, messages, or prompt and completion; or a text of paragraphs."),
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="rtn or gptq. Default: what is usual for the scheme.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="For w4a16: 128 (default), 64 or 32.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Module to leave as it is. Default: lm_head.")] = None,
+    max_calibration_samples: Annotated[int, typer.Option(min=1)] = 512,
+    max_seq_length: Annotated[int, typer.Option(min=1)] = 2048,
+) -> None:
+    """Compress a merged checkpoint for serving with llm-compressor, and check it.
+
+    For environments that hold the versions llm-compressor is tied to. Exit status: 0 saved and checked; 1 refused or
+    failed, nothing was written.
+    """
+    from fastft.saving.compressed.command import run
+
+    raise typer.Exit(
+        run(
+            checkpoint, output, calibration, scheme=scheme, algorithm=algorithm, group_size=group_size,
+            ignore=tuple(ignore or ["lm_head"]), max_calibration_samples=max_calibration_samples,
+            max_seq_length=max_seq_length,
+        )
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
     app()

@@ -7,7 +7,7 @@ AutoTokenizer gives. This file puts the calls in order; each decision has its fi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from fastft.patching.plan import inner_model, patch
 from fastft.saving.methods import bind
 
 if TYPE_CHECKING:
+    from fastft.saving.compressed.checkpoint import SavedCompressed
     from fastft.saving.gguf_file import SavedGguf
     from fastft.saving.gguf_lora import SavedGgufAdapter
     from fastft.saving.importance import Importance
@@ -268,6 +269,21 @@ class FastModel:
         from fastft.saving.gguf_lora import save_gguf_adapter
 
         return save_gguf_adapter(model, folder, adapter=adapter, dtype=dtype)
+
+    @staticmethod
+    def save_compressed(
+        model: Any,
+        tokenizer: Any,
+        folder: str | os.PathLike[str],
+        *,
+        scheme: str = "fp8_dynamic",
+        calibration: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> SavedCompressed:
+        """See `fastft.saving.compressed.live.save_compressed`; `model.save_pretrained_compressed` is the same."""
+        from fastft.saving.compressed.live import save_compressed
+
+        return save_compressed(model, tokenizer, folder, scheme=scheme, calibration=calibration, **options)
 
     @staticmethod
     def save_adapter(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> Path:

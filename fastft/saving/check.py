@@ -34,10 +34,13 @@ __all__ = [
     "LiveAnswers",
     "SaveCheckError",
     "allowed_difference",
+    "ask",
     "evaluating",
     "live_answers",
+    "probe_tokens",
     "relative",
     "reload_answers",
+    "reload_model",
 ]
 
 
@@ -77,20 +80,26 @@ def allowed_difference(config: Any, *eps: float) -> float:
 
 def live_answers(inner: Any, *, has_adapter: bool) -> LiveAnswers:
     """Ask the live model; it is as before afterwards (modes, adapters, generators, 4-bit weights)."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = inner.get_input_embeddings().weight.shape[0]
-    window = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32
-    tokens = torch.randint(0, vocabulary, (2, min(24, window)), generator=generator)
+    tokens = probe_tokens(inner)
     with evaluating(inner):
-        logits = _ask(inner, tokens)
+        logits = ask(inner, tokens)
         without = None
         if has_adapter:
             with _adapters_disabled(inner):
-                without = _ask(inner, tokens)
+                without = ask(inner, tokens)
     return LiveAnswers(tokens, logits, without, _coarsest(inner))
 
 
-def _ask(model: Any, tokens: Tensor) -> Tensor:
+def probe_tokens(model: Any) -> Tensor:
+    """The tokens that the model and its files are asked, [2, 24] or as long as the model's window."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32
+    return torch.randint(0, vocabulary, (2, min(24, window)), generator=generator)
+
+
+def ask(model: Any, tokens: Tensor) -> Tensor:
+    """Logits for `tokens`, float32 on the CPU."""
     device = model.get_input_embeddings().weight.device
     logits: Tensor = model(input_ids=tokens.to(device), use_cache=False).logits
     return logits.float().cpu()
@@ -139,7 +148,17 @@ def _coarsest(model: nn.Module) -> float:
 
 
 def reload_answers(folder: Path, model_class: Any, config: Any, dtype: torch.dtype, tokens: Tensor) -> Tensor:
-    """Logits of the checkpoint in `folder`, loaded by transformers alone, on the CPU, without the network.
+    """Logits of the checkpoint in `folder`, as `reload_model` loads it."""
+    model = reload_model(folder, model_class, config, dtype)
+    with torch.no_grad(), stock_only():
+        return ask(model, tokens)
+
+
+def reload_model(folder: Path, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The checkpoint in `folder`, loaded by transformers alone, on the CPU, without the network; in evaluation mode.
+
+    Args:
+        config: of the live model, whose way of attention is used.
 
     Raises:
         SaveCheckError: it does not load, or not completely.
@@ -159,5 +178,4 @@ def reload_answers(folder: Path, model_class: Any, config: Any, dtype: torch.dty
     }
     if wrong:
         raise SaveCheckError(f"the written checkpoint does not fit its own model: {wrong}")
-    with torch.no_grad(), stock_only():
-        return _ask(model.eval(), tokens)
+    return model.eval()

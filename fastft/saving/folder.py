@@ -24,7 +24,7 @@ __all__ = ["check_target", "replacing"]
 logger = logging.getLogger(__name__)
 
 _SAVED = (".safetensors", ".json", ".bin", ".model", ".txt", ".jinja", ".gguf", ".md", ".py", ".tiktoken")
-_SAVED_NAMES = ("Modelfile", ".gitattributes", "LICENSE", "NOTICE")
+_SAVED_NAMES = ("Modelfile", ".gitattributes", "LICENSE", "NOTICE", "recipe.yaml")
 _MARGIN = 64 * 2**20  # bytes: tokenizer, configuration, what else the file system wants
 
 

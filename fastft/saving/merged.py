@@ -37,7 +37,7 @@ from fastft.saving.layout import Layout, plan_layout
 from fastft.saving.original import OriginalCheckpoint, original_folder
 from fastft.saving.shards import Survival, write_shards
 
-__all__ = ["SaveCheckError", "SavedModel", "dtype_named", "save_merged"]
+__all__ = ["SaveCheckError", "SavedModel", "adapter_bases", "dtype_named", "save_merged"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def save_merged(
     if base not in ("dequantized", "original"):
         raise ValueError(f"base={base!r} is not known: 'dequantized' (what training saw) or 'original'.")
     source = original_folder(inner)
-    path = check_target(folder, source, *_adapter_bases(inner))
+    path = check_target(folder, source, *adapter_bases(inner))
     changes = adapter_changes(inner)
     if changes is False:
         raise ValueError(
@@ -152,7 +152,8 @@ def _own_dtype(inner: Any) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else inner.dtype
 
 
-def _adapter_bases(inner: Any) -> list[str | None]:
+def adapter_bases(inner: Any) -> list[str | None]:
+    """What the adapters' own files name as their base: folders, if anything, that a save must not replace."""
     configs = getattr(inner, "peft_config", None) or {}
     return [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
 

@@ -15,7 +15,10 @@ __all__ = ["bind"]
 
 def bind(model: Any) -> Any:
     """Give `model` its saving methods; returns it."""
-    for function in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, save_pretrained_gguf_adapter):
+    for function in (
+        save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, save_pretrained_gguf_adapter,
+        save_pretrained_compressed, push_to_hub_compressed,
+    ):  # fmt: skip
         model.__dict__[function.__name__] = partial(function, model)
     return model
 
@@ -50,3 +53,21 @@ def save_pretrained_gguf_adapter(model: Any, save_directory: str | os.PathLike[s
     from fastft.saving.gguf_lora import save_gguf_adapter
 
     return save_gguf_adapter(model, save_directory, **options)
+
+
+def save_pretrained_compressed(
+    model: Any, save_directory: str | os.PathLike[str], tokenizer: Any, scheme: str = "fp8_dynamic", **options: Any
+) -> Any:
+    """`fastft.saving.compressed.live.save_compressed(model, tokenizer, save_directory, scheme=scheme, **options)`."""
+    from fastft.saving.compressed.live import save_compressed
+
+    return save_compressed(model, tokenizer, save_directory, scheme=scheme, **options)
+
+
+def push_to_hub_compressed(
+    model: Any, repo_id: str, tokenizer: Any, scheme: str = "fp8_dynamic", **options: Any
+) -> Any:
+    """`fastft.saving.hub.push_compressed(model, tokenizer, repo_id, scheme=scheme, **options)`."""
+    from fastft.saving.hub import push_compressed
+
+    return push_compressed(model, tokenizer, repo_id, scheme=scheme, **options)

@@ -1977,6 +1977,85 @@ _OPERATORS = [
     ),
 ]
 
+_COMPRESSED_TESTS = "tests/saving/compressed/"
+_COMPRESSED_CHECK = f"{_COMPRESSED_TESTS}test_check.py::test_"
+
+# What needs no llm-compressor: this environment has none.
+_COMPRESSED: tuple[Fault, ...] = (
+    *_faults(
+        "saving/compressed/schemes.py",
+        f"{_COMPRESSED_TESTS}test_schemes.py::test_",
+        [
+            (
+                "what_lies_on_the_grid_is_not_rounded",
+                "4 is the largest of e2m1",
+                "largest / _E2M1[-1]",
+                "largest / 4.0",
+            ),
+            (
+                "groups_are_rounded_each_by_itself",
+                "one scale for all rows",
+                'weight.shape[1] if group == "row"',
+                'weight.numel() if group == "row"',
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/compressed/calibration.py",
+        f"{_COMPRESSED_TESTS}test_calibration.py::test_",
+        [
+            (
+                "a_data_set_and_a_stream_are_read_from_the_start_and_no_further",
+                "rows are not cut",
+                "reshape(1, -1)[:, :max_length]",
+                "reshape(1, -1)",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/compressed/environment.py",
+        f"{_COMPRESSED_TESTS}test_environment.py::test_",
+        [
+            (
+                "a_version_outside_is_named_with_the_range_and_the_way_out[transformers-5.24.0-<=5.17.0,>=5.15.0]",
+                "ranges are not looked at",
+                "if not requirement.specifier.contains(installed, prereleases=True):",
+                "if not installed:",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/compressed/check.py",
+        _COMPRESSED_CHECK,
+        [
+            (
+                "a_weight_further_off_than_its_format_makes_it_is_found",
+                "to nearest may be as far off as GPTQ",
+                '{"rtn": 1.25, "gptq": 8.0}',
+                '{"rtn": 8.0, "gptq": 8.0}',
+            ),
+            (
+                "a_file_that_answers_otherwise_than_the_model_in_memory_is_found",
+                "compared with itself",
+                "relative(logits - answers.quantized, answers.quantized)",
+                "relative(logits - logits, answers.quantized)",
+            ),
+            (
+                "the_share_of_the_update_is_one_or_none[1]",
+                "smoothing is not taken back",
+                "found.float() if ratio is None else found.float() / ratio",
+                "found.float()",
+            ),
+            (
+                "the_share_of_the_update_is_one_or_none[0]",
+                "any share will do",
+                "if kept is not None and not kept > 0.5:",
+                "if kept is not None and not kept > -0.5:",
+            ),
+        ],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -1990,4 +2069,5 @@ FAULTS: tuple[Fault, ...] = (
     *_GENERATION,
     *_GGUF_TYPES,
     *_OPERATORS,
+    *_COMPRESSED,
 )
