@@ -77,19 +77,18 @@ def _meta(
 _symbol = executor.register_operator("fastft_linear_cross_entropy", meta=_meta, fn=_run)
 
 
+# grad_rows has hidden's dtype from the forward. Hidden itself, were it an argument, would be kept for the backward.
 def _run_backward(
-    grad: Tensor, grad_rows: Tensor, grad_weight: Tensor, grad_bias: Tensor, hidden: Tensor, weight: Tensor
+    grad: Tensor, grad_rows: Tensor, grad_weight: Tensor, grad_bias: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
     return linear_cross_entropy_backward_op(
-        grad, grad_rows, grad_weight, grad_bias, hidden.dtype, weight.dtype, weight.dtype
+        grad, grad_rows, grad_weight, grad_bias, grad_rows.dtype, weight.dtype, weight.dtype
     )
 
 
-def _backward_meta(
-    grad: Any, grad_rows: Any, grad_weight: Any, grad_bias: Any, hidden: Any, weight: Any
-) -> tuple[Any, ...]:
+def _backward_meta(grad: Any, grad_rows: Any, grad_weight: Any, grad_bias: Any, weight: Any) -> tuple[Any, ...]:
     return (
-        TensorProxy(like=grad_rows, dtype=hidden.dtype),
+        TensorProxy(like=grad_rows),
         TensorProxy(like=grad_weight, dtype=weight.dtype),
         TensorProxy(like=grad_bias, dtype=weight.dtype),
     )
@@ -116,7 +115,7 @@ def _gradient(hidden: Any, weight: Any, bias: Any, labels: Any, ignore_index: in
             "Use reduction='sum' or 'mean', freeze the head, or call F.cross_entropy over the logits."
         )
     loss, counted, *grads = _symbol(hidden, weight, bias, labels, ignore_index, summed, needs, *rest)
-    made = _backward_symbol(get_grad(loss), *grads, hidden, weight)
+    made = _backward_symbol(get_grad(loss), *grads, weight)
     for tensor, grad, needed in zip((hidden, weight, bias), made, needs, strict=True):
         if needed:
             put_grad(tensor, grad)
