@@ -1,8 +1,8 @@
 """`torch.cat` of one tensor and empty ones, in Thunder: that tensor.
 
 litgpt turns the first columns of a head and appends the others, `cat((turned, head[..., n:]))`, also where all columns
-were turned and nothing is left to append. Written out in one fused kernel with the rotation that costs nothing; beside a
-rotation that is one operator it would be a copy of the queries, and another of their gradient.
+were turned and nothing is left to append. In one fused kernel with the rotation that costs nothing; beside a rotation
+that is one operator it would be a copy of the queries, and another of their gradient.
 """
 
 from __future__ import annotations

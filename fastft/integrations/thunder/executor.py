@@ -94,8 +94,8 @@ def needs_gradient(proxy: Any) -> bool:
 def made_again(proxy: Any) -> Any:
     """`proxy`, whose operator the backward runs again instead of keeping what it made; to be asked where it is made.
 
-    Thunder's own tag, which `torch.utils.checkpoint` sets on everything inside it. It concerns the whole operator: other
-    outputs that the backward reads are made again with this one. What the operator reads is kept.
+    Thunder's own tag, which `torch.utils.checkpoint` sets on everything inside it. It concerns the whole operator:
+    other outputs that the backward reads are made again with this one. What the operator reads is kept.
     """
     proxy.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
     return proxy
