@@ -100,6 +100,22 @@ def test_mistakes_are_named_under_a_compiler_too() -> None:
         compiled(hidden, weight, torch.tensor([0, 1, 2]), softcap=-1.0)
 
 
+def test_callbacks_and_approximations_are_refused_in_a_graph_and_kept_where_it_may_break() -> None:
+    """Dropped in silence they would be a callback that never comes."""
+    hidden, weight, labels = torch.randn(3, HIDDEN), torch.randn(VOCABULARY, HIDDEN), torch.full((3,), -100)
+    whole = torch.compile(functional.linear_cross_entropy, backend="eager", fullgraph=True)
+    for option in ({"on_empty": print}, {"skip_below": 1e-5}, {"on_skip": print}):
+        with pytest.raises(Exception, match=f"{next(iter(option))} cannot be traced"):
+            whole(hidden, weight, labels, **option)
+    assert whole(hidden, weight, labels.clamp(min=0), on_empty=None, skip_below=None) > 0
+    called: list[str] = []
+    torch._dynamo.reset()
+    torch.compile(functional.linear_cross_entropy, backend="eager")(
+        hidden, weight, labels, on_empty=lambda: called.append("empty")
+    )
+    assert called == ["empty"]
+
+
 def step(model: Any, run: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = run(**batch).loss

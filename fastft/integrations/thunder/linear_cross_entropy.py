@@ -149,14 +149,18 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
-    **unused: Any,
+    on_empty: Any = None,
+    skip_below: float | None = None,
+    on_skip: Any = None,
 ) -> Any:
-    """What `fastft.functional.linear_cross_entropy` is in a trace; `on_empty` and `skip_below` have no say here.
+    """What `fastft.functional.linear_cross_entropy` is in a trace.
 
     Raises:
-        ValueError: for an unknown reduction, or labels of another shape than hidden's rows.
+        ValueError: for an unknown reduction, labels of another shape than hidden's rows, or one of `on_empty`,
+            `skip_below` and `on_skip`, which a trace has no place for.
         NotImplementedError: for reduction "none" over a head that trains.
     """
+    functional.traceable_options({"on_empty": on_empty, "skip_below": skip_below, "on_skip": on_skip})
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if tuple(labels.shape) != tuple(hidden.shape[:-1]):
