@@ -130,10 +130,24 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         from fastft import operators
 
-        for name in ("on_empty", "skip_below", "on_skip"):  # callbacks, and an approximation nobody has to make
-            options.pop(name, None)
-        return operators.linear_cross_entropy(hidden, weight, labels, **options)
+        return operators.linear_cross_entropy(hidden, weight, labels, **traceable_options(options))
     return _linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def traceable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`linear_cross_entropy`'s options less those that a compiled graph has no place for, where these are None.
+
+    Raises:
+        ValueError: where one of them is given.
+    """
+    given = [name for name in ("on_empty", "skip_below", "on_skip") if options.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"linear_cross_entropy: {', '.join(given)} cannot be traced by a compiler: a graph calls nothing back, and "
+            "its hidden gradient multiplies by the whole head. Leave them out of the compiled function, or call it "
+            "eagerly; a batch with no label warns in a graph too."
+        )
+    return {name: value for name, value in options.items() if name not in ("on_empty", "skip_below", "on_skip")}
 
 
 @functools.wraps(_lora_linear.lora_linear)

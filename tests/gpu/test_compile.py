@@ -8,16 +8,23 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
+import torch._dynamo.utils
 
 import fastft
 from tests import support
-from tests.gpu.models import MIDDLE, copy_adapters, float64_reference, load_qlora, on_gpu, wide_loss_and_gradients
-from tests.operators.test_compile import operators_in, step
+from tests.gpu.models import (
+    DEVICE,
+    MIDDLE,
+    copy_adapters,
+    float64_reference,
+    load_qlora,
+    on_gpu,
+    wide_loss_and_gradients,
+)
+from tests.operators.test_compile import fresh_dynamo, operators_in, recompilations, step
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
+__all__ = ["fresh_dynamo"]  # a fixture, for every test here
+ALIGNMENT = "in is_aligned_realized_tensor"  # torch/_inductor/ir.py, where the guard was made
 
 
 def errors(found: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -30,14 +37,19 @@ def errors(found: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]) -> dic
 def test_a_planned_qlora_model_compiles_to_one_graph_and_the_same_step_c58(
     dtype: torch.dtype, tmp_path: pathlib.Path
 ) -> None:
-    """C58 on the GPU: three lengths, two graphs at most; no gradient further from float64 than the eager step's."""
+    """C58 on the GPU: two graphs for lengths that are multiples of 8, and in 16 bits a third for all others; no gradient
+    further from float64 than the eager step's.
+
+    The third is inductor's own: where flash or cuDNN attention runs (16 bits), their backward reads log-sums [batch,
+    heads, length], and inductor compiles again where such a tensor's rows lose the alignment it saw first.
+    """
     model = load_qlora(tmp_path, dtype, **MIDDLE)
     reference = float64_reference(model, **MIDDLE)
     copy_adapters(model, reference)
     fastft.patch(model)
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for length in (64, 96, 130):
+    for length in (64, 96, 136, 130, 99):
         batch = on_gpu(support.random_batch(length, length=length, vocabulary=2048))
         wide = wide_loss_and_gradients(reference, batch)
         del wide["loss"]
@@ -46,6 +58,24 @@ def test_a_planned_qlora_model_compiles_to_one_graph_and_the_same_step_c58(
         theirs = errors(eager, wide)
         for name, error in errors(found, wide).items():
             assert error <= max(1.5 * theirs[name], 1e-4), f"{name}: {error:.1e}, eager {theirs[name]:.1e}"
-    assert counter.frame_count <= 2
+        if length % 8 == 0:
+            assert counter.frame_count <= 2, recompilations()
+    assert counter.frame_count <= (2 if dtype == torch.float32 else 3), recompilations()
+    assert all(ALIGNMENT in reason for reason in recompilations()[1:]), recompilations()
     captured = operators_in(counter.graphs[-1])
     assert captured == {"rms_norm": 9, "rope": 4, "swiglu": 4, "linear_cross_entropy": 1, "lora_linear_4bit": 28}
+
+
+def test_the_stock_model_compiles_as_often_for_the_same_reason() -> None:
+    """Where this fails the alignment guard is no more, or is ours."""
+    reasons = []
+    for planned in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.clear_compilation_metrics()
+        model = support.build_model(dtype=torch.bfloat16, **MIDDLE).to(DEVICE)
+        compiled = torch.compile(fastft.patch(model) if planned else model, fullgraph=True)
+        for length in (64, 96, 130):
+            batch = support.random_batch(length, length=length, vocabulary=2048)
+            step(model, compiled, {k: v.to(DEVICE) for k, v in batch.items()})
+        reasons.append([ALIGNMENT in reason for reason in recompilations()])
+    assert reasons[0] == reasons[1], recompilations()

@@ -18,12 +18,15 @@ from fastft.integrations.thunder.shim import import_thunder
 import_thunder()
 
 from fastft.integrations.thunder import (  # noqa: E402
+    cat,
     cross_entropy,
     linear_cross_entropy,
     lora_linear,
+    repeat,
     rms_norm,
     rope,
     swiglu,
+    views,
 )
 from fastft.integrations.thunder.choice import executors  # noqa: E402
 from fastft.integrations.thunder.executor import FastftExecutor, executor  # noqa: E402
@@ -34,4 +37,5 @@ from fastft.integrations.thunder.plugin import Plugin  # noqa: E402
 
 __all__ = ["FastftExecutor", "InPlaceLoss", "Plugin", "executor", "executors", "patch_litgpt", "prepare_hf"]
 
-_OPERATIONS = (cross_entropy, linear_cross_entropy, lora_linear, rms_norm, rope, swiglu)  # each registers its own
+# Each registers its own
+_OPERATIONS = (cat, cross_entropy, linear_cross_entropy, lora_linear, repeat, rms_norm, rope, swiglu, views)

@@ -18,13 +18,22 @@ from fastft.integrations.thunder.shim import import_thunder
 import_thunder()
 
 from thunder.core.dtypes import to_torch_dtype  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
+from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.trace import get_tracectx  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
 import fastft  # noqa: E402
 
-__all__ = ["FLOATS", "FastftExecutor", "TensorProxy", "executor", "needs_gradient", "torch_dtype"]
+__all__ = [
+    "FLOATS",
+    "FastftExecutor",
+    "TensorProxy",
+    "executor",
+    "is_made_again",
+    "made_again",
+    "needs_gradient",
+    "torch_dtype",
+]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _log = logging.getLogger(__name__)
@@ -80,6 +89,21 @@ def needs_gradient(proxy: Any) -> bool:
     trace = get_tracectx()
     inputs = {argument.name for argument in (trace.args or ()) if isinstance(argument, TensorProxy)}
     return bool(proxy.requires_grad) if proxy.name in inputs else True
+
+
+def made_again(proxy: Any) -> Any:
+    """`proxy`, whose operator the backward runs again instead of keeping what it made; to be asked where it is made.
+
+    Thunder's own tag, which `torch.utils.checkpoint` sets on everything inside it. It concerns the whole operator:
+    other outputs that the backward reads are made again with this one. What the operator reads is kept.
+    """
+    proxy.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+    return proxy
+
+
+def is_made_again(proxy: Any) -> bool:
+    """Whether `made_again` was said of `proxy`."""
+    return isinstance(proxy, TensorProxy) and ProxyTag.RECOMPUTE_IN_BACKWARD in proxy.tags
 
 
 def torch_dtype(proxy: Any) -> torch.dtype:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from fastft import functional
+from fastft.integrations.thunder.repeat import claim_repeat_kv
 from fastft.integrations.thunder.rope import claim_apply_rotary_pos_emb
 from fastft.patching import registry
 from fastft.patching.families import FAMILIES
@@ -105,6 +106,7 @@ def prepare_hf(model: nn.Module) -> Prepared:
     if hasattr(inner, "disable_input_require_grads") and hasattr(inner, "_require_grads_hooks"):
         inner.disable_input_require_grads()  # type: ignore[operator]
     claim_apply_rotary_pos_emb()
+    claim_repeat_kv()
     for owner in {id(backbone): backbone, id(inner): inner}.values():
         prepared.bind(owner, inspect.unwrap(type(owner).forward))
     model_type = getattr(inner.config, "model_type", None)

@@ -77,19 +77,18 @@ def _meta(
 _symbol = executor.register_operator("fastft_linear_cross_entropy", meta=_meta, fn=_run)
 
 
+# grad_rows has hidden's dtype from the forward. Hidden itself, were it an argument, would be kept for the backward.
 def _run_backward(
-    grad: Tensor, grad_rows: Tensor, grad_weight: Tensor, grad_bias: Tensor, hidden: Tensor, weight: Tensor
+    grad: Tensor, grad_rows: Tensor, grad_weight: Tensor, grad_bias: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
     return linear_cross_entropy_backward_op(
-        grad, grad_rows, grad_weight, grad_bias, hidden.dtype, weight.dtype, weight.dtype
+        grad, grad_rows, grad_weight, grad_bias, grad_rows.dtype, weight.dtype, weight.dtype
     )
 
 
-def _backward_meta(
-    grad: Any, grad_rows: Any, grad_weight: Any, grad_bias: Any, hidden: Any, weight: Any
-) -> tuple[Any, ...]:
+def _backward_meta(grad: Any, grad_rows: Any, grad_weight: Any, grad_bias: Any, weight: Any) -> tuple[Any, ...]:
     return (
-        TensorProxy(like=grad_rows, dtype=hidden.dtype),
+        TensorProxy(like=grad_rows),
         TensorProxy(like=grad_weight, dtype=weight.dtype),
         TensorProxy(like=grad_bias, dtype=weight.dtype),
     )
@@ -116,7 +115,7 @@ def _gradient(hidden: Any, weight: Any, bias: Any, labels: Any, ignore_index: in
             "Use reduction='sum' or 'mean', freeze the head, or call F.cross_entropy over the logits."
         )
     loss, counted, *grads = _symbol(hidden, weight, bias, labels, ignore_index, summed, needs, *rest)
-    made = _backward_symbol(get_grad(loss), *grads, hidden, weight)
+    made = _backward_symbol(get_grad(loss), *grads, weight)
     for tensor, grad, needed in zip((hidden, weight, bias), made, needs, strict=True):
         if needed:
             put_grad(tensor, grad)
@@ -150,14 +149,18 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
-    **unused: Any,
+    on_empty: Any = None,
+    skip_below: float | None = None,
+    on_skip: Any = None,
 ) -> Any:
-    """What `fastft.functional.linear_cross_entropy` is in a trace; `on_empty` and `skip_below` have no say here.
+    """What `fastft.functional.linear_cross_entropy` is in a trace.
 
     Raises:
-        ValueError: for an unknown reduction, or labels of another shape than hidden's rows.
+        ValueError: for an unknown reduction, labels of another shape than hidden's rows, or one of `on_empty`,
+            `skip_below` and `on_skip`, which a trace has no place for.
         NotImplementedError: for reduction "none" over a head that trains.
     """
+    functional.traceable_options({"on_empty": on_empty, "skip_below": skip_below, "on_skip": on_skip})
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"linear_cross_entropy: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if tuple(labels.shape) != tuple(hidden.shape[:-1]):

@@ -15,7 +15,7 @@ from thunder.core import dtypes
 from thunder.core.transforms import get_grad, put_grad
 
 from fastft import functional
-from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, needs_gradient, torch_dtype
+from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, made_again, needs_gradient, torch_dtype
 from fastft.operators.rms_norm import rms_norm_backward_op, rms_norm_op
 
 __all__ = ["rms_norm"]
@@ -49,7 +49,7 @@ def _gradient(x: Any, weight: Any, eps: float, mode: str) -> Any:
     put_grad(x, grad_x)
     if needs_weight:
         put_grad(weight, grad_weight)
-    return y
+    return made_again(y)
 
 
 def _like(x: Any, weight: Any, eps: float, mode: str) -> Any:
@@ -62,7 +62,7 @@ executor.register_implementation(_composite, execution_transform=_like, grad_tra
 
 def rms_norm(x: Any, weight: Any, eps: float = 1e-6, mode: str = "llama") -> Any:
     """What `fastft.functional.rms_norm` is in a trace."""
-    return _composite(x, weight, eps, mode)
+    return made_again(_composite(x, weight, eps, mode))
 
 
 executor.substitute(functional.rms_norm, rms_norm)

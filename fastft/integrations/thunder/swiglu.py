@@ -7,7 +7,7 @@ from typing import Any
 from thunder.core.transforms import get_grad, put_grad
 
 from fastft import functional
-from fastft.integrations.thunder.executor import TensorProxy, executor
+from fastft.integrations.thunder.executor import TensorProxy, executor, made_again
 from fastft.operators.swiglu import swiglu_backward_op, swiglu_op
 
 __all__ = ["swiglu"]
@@ -43,7 +43,7 @@ executor.register_implementation(_composite, execution_transform=_symbol, grad_t
 
 def swiglu(gate: Any, up: Any) -> Any:
     """What `fastft.functional.swiglu` is in a trace."""
-    return _composite(gate, up)
+    return made_again(_composite(gate, up))
 
 
 executor.substitute(functional.swiglu, swiglu)

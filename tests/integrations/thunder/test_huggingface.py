@@ -36,8 +36,9 @@ def test_llama_trains_on_all_four_operators(adapters: bool) -> None:
     for name, grad in support.trainable_gradients(model).items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     forward = {"rms_norm": 3, "rope": 1, "swiglu": 1, "cross_entropy": 1}
-    assert forward_names(jitted) == forward
-    backward = {f"{name}_backward": count for name, count in forward.items()}
+    assert forward_names(jitted) == forward | {"kept": 2, "repeat": 2}
+    backward = {f"{name}_backward": count for name, count in forward.items()} | {"rms_norm": 3, "swiglu": 1}
+    backward["repeat"] = 1  # attention is written out on the CPU: it reads the values again, the keys only scaled
     if adapters:
         backward["rms_norm_backward"] = 2  # the first norm's input is the embedding, which is frozen
     assert backward_names(jitted) == Counter(backward)

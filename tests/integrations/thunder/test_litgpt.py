@@ -44,7 +44,9 @@ STOCK = {
     "apply_rope": litgpt.model.apply_rope,
 }
 FORWARD = {"rms_norm": 3, "rope_one": 2, "swiglu": 1}
-BACKWARD = {f"{name}_backward": count for name, count in FORWARD.items()}
+AGAIN = {"rms_norm": 3, "swiglu": 1}  # outputs that the backward makes again
+BACKWARD = {f"{name}_backward": count for name, count in FORWARD.items()} | AGAIN
+GROUPED = {"kept": 2, "repeat": 2}  # keys and values
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +96,7 @@ def test_fastft_swiglu() -> None:
     theirs = mlp.proj(torch.nn.functional.silu(mlp.fc_1(x)) * mlp.fc_2(x))
     torch.testing.assert_close(jitted(x), theirs)
     assert forward_names(jitted) == {"swiglu": 1}
-    assert backward_names(jitted) == {"swiglu_backward": 1}
+    assert backward_names(jitted) == {"swiglu": 1, "swiglu_backward": 1}
 
 
 def test_fastft_rope() -> None:
@@ -116,7 +118,7 @@ GPTS: dict[str, tuple[dict[str, Any], torch.dtype, int, dict[str, int]]] = {
         {"n_query_groups": 2, "rotary_percentage": 0.5},
         torch.float32,
         8,
-        {"cross_entropy": 4},
+        {"cross_entropy": 4} | GROUPED,
     ),
     "bfloat16": ({}, torch.bfloat16, 0, {"cross_entropy": 1}),
 }
@@ -137,7 +139,10 @@ def test_fastft_gpt(case: str, litgpt_on_ours: Any) -> None:
         else:
             assert (one - other).norm() <= 0.03 * other.norm()
     assert forward_names(jitted) == FORWARD | losses
-    assert backward_names(jitted) == Counter(BACKWARD | {"cross_entropy_backward": losses["cross_entropy"]})
+    backward = BACKWARD | {"cross_entropy_backward": losses["cross_entropy"]}
+    if "repeat" in losses:  # on the CPU attention is written out, and reads the values again, the keys only scaled
+        backward["repeat"] = 1 if DEVICE == "cpu" else 2
+    assert backward_names(jitted) == backward
     assert fastft_thunder.executor.declined == {}
 
 

@@ -207,6 +207,14 @@ def test_head_and_loss_divide_by_the_items_of_the_whole_batch() -> None:
     assert_same(loss, leaf(ROWS, HIDDEN), leaf(VOCABULARY, HIDDEN), targets(), **names)
 
 
+def test_what_a_trace_has_no_place_for_is_refused() -> None:
+    for option in ({"on_empty": print}, {"skip_below": 1e-5}, {"on_skip": print}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} cannot be traced"):
+            jit(lambda h, w, t, o=option: functional.linear_cross_entropy(h, w, t, **o))(
+                leaf(ROWS, HIDDEN), leaf(VOCABULARY, HIDDEN), targets()
+            )
+
+
 class QuantizedLinear(nn.Module):
     """LoRA over a 4-bit weight held in buffers."""
 
