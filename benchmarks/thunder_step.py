@@ -15,7 +15,8 @@ ROW is how the step runs and, after a plus, what of fastft is in it:
 Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. The
 work is the same for all: bf16 weights, random tokens, mean loss over all of them, gradient norm clipped to 1, torch's
 fused AdamW. Time is the median of the iterations after two that compile and warm up; `first_s` is what the compiling
-one took. On a machine without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
+one took, and `after_forward_gb` what is allocated when the backward begins, weights and optimizer included. On a
+machine without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def run(row: str, options: argparse.Namespace) -> dict[str, Any]:
                     torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             loss = step(ids, targets)
+            if cuda and iteration == 2:  # weights and optimizer included
+                result["after_forward_gb"] = round(torch.cuda.memory_allocated() / 1e9, 2)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()

@@ -37,10 +37,9 @@ def errors(found: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]) -> dic
 def test_a_planned_qlora_model_compiles_to_one_graph_and_the_same_step_c58(
     dtype: torch.dtype, tmp_path: pathlib.Path
 ) -> None:
-    """C58 on the GPU: two graphs for lengths that are multiples of 8, and in 16 bits a third for all others; no gradient
-    further from float64 than the eager step's.
+    """C58 on the GPU: two graphs for lengths that are multiples of 8, and in 16 bits a third for all others.
 
-    The third is inductor's own: where flash or cuDNN attention runs (16 bits), their backward reads log-sums [batch,
+    No gradient is further from float64 than the eager step's. The third graph is inductor's own: where flash or cuDNN attention runs (16 bits), their backward reads log-sums [batch,
     heads, length], and inductor compiles again where such a tensor's rows lose the alignment it saw first.
     """
     model = load_qlora(tmp_path, dtype, **MIDDLE)
