@@ -4,11 +4,16 @@ A kernel compiles in about a second, most of it outside of Python's lock, so a d
 when the slowest is; one after another in the first step they would be most of that step. Each job launches the real
 kernels, through the real launchers, over a few rows: shapes decide what is compiled, the number of rows does not.
 
+Meanwhile the model is its user's, and a trainer may exchange what a parameter holds: TRL casts the adapters of a
+quantized model to bfloat16 (`parameter.data = …`). A job that had seen the float32 tensor would then launch the float32
+kernel over half the bytes. So jobs get aliases of the tensors as they were (`_held`), never the parameters.
+
 A job that fails says so to the debug log and nothing more: the step itself will meet the same error and raise it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import weakref
@@ -55,7 +60,8 @@ def start(model: Any) -> None:
     projections = decoder_layer.reader_of(layer, family).projections(dtype, autocast=True)
     if device.type != "cuda" or isinstance(projections, str):
         return
-    norm = Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon, family.norm_mode)
+    projections = [_held(projection) for projection in projections]
+    norm = Norm(layer.input_layernorm.weight.detach(), layer.input_layernorm.variance_epsilon, family.norm_mode)
     vocabulary = int(model.config.vocab_size)
     jobs = [
         *_layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, device),
@@ -73,6 +79,22 @@ def finish(backbone: nn.Module) -> None:
         error = future.exception()
         if error is not None:  # whatever it is, the first step meets it in the open
             _log.debug("compiling ahead failed: %s", error)
+
+
+def _held(projection: Projection) -> Projection:
+    """The projection over tensors of its own: the same storage, kept alive, whatever becomes of the parameters."""
+
+    def alias(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach()
+
+    weight = projection.weight  # a 4-bit one is plain data already (kernels/nf4.py)
+    return dataclasses.replace(
+        projection,
+        weight=weight.detach() if isinstance(weight, Tensor) else weight,
+        bias=alias(projection.bias),
+        lora_a=alias(projection.lora_a),
+        lora_b=alias(projection.lora_b),
+    )
 
 
 def _run(job: Callable[[], None], device: torch.device) -> None:

@@ -49,3 +49,18 @@ def test_a_failing_job_is_logged_and_no_more(caplog: pytest.LogCaptureFixture) -
         warm.finish(model)
     assert "no compiler" in caplog.text
     assert model not in warm._running
+
+
+def test_jobs_keep_the_tensors_they_began_with() -> None:
+    """TRL casts the adapters to bfloat16 while kernels compile: a job that met the shorter tensor read beyond it."""
+    model = fastft.patch(support.add_lora(support.build_model()))
+    layer: Any = model.get_base_model().model.layers[0]
+    family = FAMILIES[registry.site_of(layer).model_type]
+    found = decoder_layer.reader_of(layer, family).projections(torch.float32, autocast=True)
+    held = [warm._held(projection) for projection in found]
+    addresses = [projection.lora_a.data_ptr() for projection in found]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for projection, address in zip(held, addresses, strict=True):
+        assert projection.weight.dtype == projection.lora_a.dtype == projection.lora_b.dtype == torch.float32
+        assert projection.lora_a.data_ptr() == address
