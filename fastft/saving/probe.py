@@ -111,10 +111,10 @@ class _Probe:
         self.module, self.names = module, names
         self.quantized = is_quantized(live)
         self.device = next(live.parameters()).device
-        self.product_error = _product_error(self.device)
         self.inputs = _inputs(module, live, generator).to(self.device)
         alone = _in_float32(live)
         with torch.autocast(self.device.type, enabled=False):
+            self.product_error = _product_error(self.device)
             self.live = alone(self.inputs)
             with adapters_disabled(alone):
                 self.without = alone(self.inputs)

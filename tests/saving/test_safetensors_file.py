@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from fastft.saving.safetensors_file import _NAMES, write_safetensors
 
 
-def test_the_file_is_the_librarys_byte_by_byte(tmp_path: pathlib.Path) -> None:
-    """Every dtype, names that need escaping, scalars, empty and non-contiguous tensors; the order of data is theirs."""
+@pytest.mark.parametrize("longer", [0, 1, 2, 3])
+def test_the_file_is_the_librarys_byte_by_byte(longer: int, tmp_path: pathlib.Path) -> None:
+    """Every dtype, names that need escaping, scalars, empty and non-contiguous tensors; the order of data is theirs, and so
+    is what pads the header."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         f"{part}.{dtype}": torch.randint(0, 2, shape, generator=generator).to(dtype)
-        for part, shape in {"z": (3, 5), 'a"ü\\': (7,), "scalar": (), "empty": (0, 4)}.items()
+        for part, shape in {"z" + longer * "z": (3, 5), 'a"ü\\': (7,), "scalar": (), "empty": (0, 4)}.items()
         for dtype in _NAMES
     }
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
