@@ -3,11 +3,11 @@
 In a deep 16-bit model the logits are rounded so often that a whole projection's update can be missing without anyone
 seeing it (32 layers in bfloat16: one of 224 updates dropped moves the logits by less than rounding does). So every
 layer with an adapter, a trained copy or a quantized weight is asked alone. A copy of the live layer answers random
-inputs in float32, through PEFT's and bitsandbytes' own forward, with its adapters (y) and without them (y₀); the weight
+inputs in float32 (over 4-bit weights: what they compute in), through PEFT's and bitsandbytes' own forward, with its adapters (y) and without them (y₀); the weight
 read back from the file answers the same (z). Neither rounding nor the other layers are in the way, so two things can
 be asked of each:
 
-- z ≈ y, to a rounding of the weight to the saved dtype;
+- z ≈ y, to a rounding to the saved dtype, or to that which 4-bit weights compute in;
 - what z has more than y₀ is the adapter's work d = y − y₀, and not more or less of it. The part of d that is in z − y₀,
 
       c = ⟨z − y₀, d⟩ / ⟨d, d⟩,
@@ -109,10 +109,10 @@ class _Probe:
         generator: torch.Generator,
     ) -> None:  # fmt: skip
         self.module, self.names = module, names
-        self.quantized = is_quantized(live)
+        self.quantized, self.rounding = is_quantized(live), _rounding(live)
         self.device = next(live.parameters()).device
         self.inputs = _inputs(module, live, generator).to(self.device)
-        alone = _in_float32(live)
+        alone = copy.deepcopy(live).float()
         with torch.autocast(self.device.type, enabled=False):
             self.product_error = _product_error(self.device)
             self.live = alone(self.inputs)
@@ -160,7 +160,7 @@ class _Probe:
         numbers = torch.finfo(dtype)
         smallest = numbers.smallest_normal * numbers.eps * math.sqrt(self.inputs.shape[-1])
         sums = math.sqrt(self.inputs.shape[-1]) * torch.finfo(torch.float32).eps
-        return numbers.eps + 4 * max(sums, self.product_error) + smallest / size
+        return max(numbers.eps, self.rounding) + 4 * max(sums, self.product_error) + smallest / size
 
 
 def _inputs(module: nn.Module, live: Any, generator: torch.Generator) -> Tensor:
@@ -175,13 +175,13 @@ def _inputs(module: nn.Module, live: Any, generator: torch.Generator) -> Tensor:
     return torch.randn(_ROWS, width, generator=generator)
 
 
-def _in_float32(live: nn.Module) -> nn.Module:
-    """A copy of the layer that computes in float32; 4-bit weights stay the ones that training saw."""
-    alone = copy.deepcopy(live).float()
-    for module in alone.modules():
-        if is_linear4bit(module):
-            module.compute_dtype = torch.float32  # type: ignore[assignment]
-    return alone
+def _rounding(live: nn.Module) -> float:
+    """Spacing of what 4-bit weights are made dense in and multiplied in, which is theirs whatever they are fed."""
+    base: Any = base_module(live)
+    if not is_linear4bit(base):
+        return 0.0
+    dtypes = {base.weight.quant_state.dtype, getattr(base, "compute_dtype", None) or torch.float32}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def _product_error(device: torch.device) -> float:
