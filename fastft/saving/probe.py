@@ -3,9 +3,9 @@
 In a deep 16-bit model the logits are rounded so often that a whole projection's update can be missing without anyone
 seeing it (32 layers in bfloat16: one of 224 updates dropped moves the logits by less than rounding does). So every
 layer with an adapter, a trained copy or a quantized weight is asked alone. A copy of the live layer answers random
-inputs in float32 (over 4-bit weights: what they compute in), through PEFT's and bitsandbytes' own forward, with its adapters (y) and without them (y₀); the weight
-read back from the file answers the same (z). Neither rounding nor the other layers are in the way, so two things can
-be asked of each:
+inputs in float32 (over 4-bit weights: what they compute in), through PEFT's and bitsandbytes' own forward, with its
+adapters (y) and without them (y₀); the weight read back from the file answers the same (z). The roundings of other
+layers are not in the way, so two things can be asked of each:
 
 - z ≈ y, to a rounding to the saved dtype, or to that which 4-bit weights compute in;
 - what z has more than y₀ is the adapter's work d = y − y₀, and not more or less of it. The part of d that is in z − y₀,

@@ -14,7 +14,7 @@ from fastft.saving.safetensors_file import _NAMES, write_safetensors
 
 @pytest.mark.parametrize("longer", [0, 1, 2, 3])
 def test_the_file_is_the_librarys_byte_by_byte(longer: int, tmp_path: pathlib.Path) -> None:
-    """Every dtype, names that need escaping, scalars, empty and non-contiguous tensors; order and padding are theirs."""
+    """Every dtype, names that need escaping, scalars, empty and non-contiguous tensors; the order too."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         f"{part}.{dtype}": torch.randint(0, 2, shape, generator=generator).to(dtype)
