@@ -17,6 +17,7 @@ the adapter's effect is compared instead: what it moves in the original must loo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from fastft.patching.registry import stock_only
 __all__ = [
     "LiveAnswers",
     "SaveCheckError",
+    "adapters_disabled",
     "allowed_difference",
     "ask",
     "evaluating",
@@ -85,7 +87,7 @@ def live_answers(inner: Any, *, has_adapter: bool) -> LiveAnswers:
         logits = ask(inner, tokens)
         without = None
         if has_adapter:
-            with _adapters_disabled(inner):
+            with adapters_disabled(inner):
                 without = ask(inner, tokens)
     return LiveAnswers(tokens, logits, without, _coarsest(inner))
 
@@ -100,8 +102,8 @@ def probe_tokens(model: Any) -> Tensor:
 
 def ask(model: Any, tokens: Tensor) -> Tensor:
     """Logits for `tokens`, float32 on the CPU."""
-    device = model.get_input_embeddings().weight.device
-    logits: Tensor = model(input_ids=tokens.to(device), use_cache=False).logits
+    device = model.get_input_embeddings().weight.device  # "meta" if the weights are left in the file
+    logits: Tensor = model(input_ids=tokens if device.type == "meta" else tokens.to(device), use_cache=False).logits
     return logits.float().cpu()
 
 
@@ -125,7 +127,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _adapters_disabled(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """As PEFT's `disable_adapter`, by its flag alone: what requires a gradient stays as it is."""
     flagged: list[Any] = [m for m in model.modules() if "_disable_adapters" in m.__dict__]
     before = [m._disable_adapters for m in flagged]
@@ -147,18 +149,42 @@ def _coarsest(model: nn.Module) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
 
+@contextmanager
+def _left_in_the_file() -> Iterator[None]:
+    """Without accelerate's warning that weights are on the meta device: that is what was asked for."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return "on the meta device" not in record.getMessage()
+
+    logger = logging.getLogger("accelerate.big_modeling")
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
 def reload_answers(folder: Path, model_class: Any, config: Any, dtype: torch.dtype, tokens: Tensor) -> Tensor:
-    """Logits of the checkpoint in `folder`, as `reload_model` loads it."""
-    model = reload_model(folder, model_class, config, dtype)
+    """Logits of the checkpoint in `folder`, as `reload_model` loads it.
+
+    Where the family can be split (all the usual ones can), transformers leaves the weights in the file and reads each
+    module's when it is its turn: memory holds one module and not the model.
+    """
+    device_map = {"": "disk"} if getattr(model_class, "_no_split_modules", None) else None
+    with _left_in_the_file():
+        model = reload_model(folder, model_class, config, dtype, device_map=device_map)
     with torch.no_grad(), stock_only():
         return ask(model, tokens)
 
 
-def reload_model(folder: Path, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def reload_model(
+    folder: Path, model_class: Any, config: Any, dtype: torch.dtype, *, device_map: dict[str, str] | None = None
+) -> Any:
     """The checkpoint in `folder`, loaded by transformers alone, on the CPU, without the network; in evaluation mode.
 
     Args:
         config: of the live model, whose way of attention is used.
+        device_map: transformers' own; None loads into memory.
 
     Raises:
         SaveCheckError: it does not load, or not completely.
@@ -166,7 +192,7 @@ def reload_model(folder: Path, model_class: Any, config: Any, dtype: torch.dtype
     try:
         with torch.random.fork_rng(devices=[]):
             model, found = model_class.from_pretrained(
-                folder, dtype=dtype, device_map=None, local_files_only=True, output_loading_info=True,
+                folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True,
                 attn_implementation=getattr(config, "_attn_implementation", None) or "sdpa",
             )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

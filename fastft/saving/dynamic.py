@@ -24,6 +24,7 @@ from fastft.saving.gguf_tensors import GgufTensors
 from fastft.saving.importance import Importance
 from fastft.saving.mixtures import tensor_bytes
 from fastft.saving.quantizers import quantize
+from fastft.saving.workers import in_order
 
 __all__ = ["budget_bytes", "choose_types", "cost", "spend"]
 
@@ -97,8 +98,9 @@ def budget_bytes(size: int | str, shapes: Mapping[str, tuple[int, ...]], around:
 
 def choose_types(tensors: GgufTensors, budget: int, importance: Importance | None) -> dict[str, str]:
     """GGUF tensor name → type, all of them within `budget` bytes, in the order of `tensors`."""
-    options = {}
-    for name, shape in tensors.shapes.items():
+
+    def options(name: str) -> list[Option]:
+        shape = tensors.shapes[name]
         kinds = kinds_for(shape)
         costs = dict.fromkeys(kinds, 0.0)
         if len(kinds) > 1:
@@ -107,8 +109,9 @@ def choose_types(tensors: GgufTensors, budget: int, importance: Importance | Non
             matrix, kept = _sample(tensors.tensor(name))
             factor = 1.0 if terms is not None else _sensitivity(name, "output.weight" in tensors.shapes)
             costs = {kind: factor * cost(matrix, kept, kind, terms, columns) for kind in kinds}
-        options[name] = [Option(kind, tensor_bytes(kind, shape), costs[kind]) for kind in kinds]
-    return spend(options, budget)
+        return [Option(kind, tensor_bytes(kind, shape), costs[kind]) for kind in kinds]
+
+    return spend(dict(zip(tensors.shapes, in_order(options, tensors.shapes), strict=True)), budget)
 
 
 def _sensitivity(name: str, has_output: bool) -> float:

@@ -68,16 +68,16 @@ def fold(module: nn.Module, attribute: str, name: str, *, base: Tensor | None = 
         base: takes the place of the stored base weight; any dtype.
 
     Returns:
-        (base, folded), float32 on the module's device, the same object where no adapter changes it. What is not a
-        floating-point tensor comes as it is.
+        (base, folded), float32 on the module's device. What no adapter can change comes as it is stored (4 bits made
+        dense), the same object twice: a copy in float32 of a large embedding is memory for nothing.
 
     Raises:
         ValueError: an adapter or a weight format that cannot be folded; it is named.
     """
-    stored = _stored(base_module(module), attribute, name) if base is None else base
-    if not stored.is_floating_point():
+    stored = (_stored(base_module(module), attribute, name) if base is None else base).detach()
+    if _one_below(module) is None or not stored.is_floating_point():
         return stored, stored
-    stored = stored.detach().float()
+    stored = stored.float()
     return stored, _folded(module, attribute, name, stored)
 
 
@@ -156,13 +156,14 @@ def _with_lora(layer: Any, name: str, base: Tensor) -> Tensor:
                 "there is nothing in the plain model to fold it into. Save the adapter instead."
             )
         update = _update(layer, adapter, name).to(base.device)
-        weight = weight + update
-        if kind:
-            # PEFT scales a row of a Linear (an output), and a column of an Embedding (also an output).
-            across = 0 if kind == "DoraEmbeddingVariant" or getattr(layer, "fan_in_fan_out", False) else 1
-            norm = torch.linalg.vector_norm(base + update, dim=across, keepdim=True)
-            magnitude = layer.lora_magnitude_vector[adapter].weight.detach().to(base).view(norm.shape)
-            weight = magnitude / norm * weight
+        if not kind:
+            weight = update.add_(weight)
+            continue
+        # PEFT scales a row of a Linear (an output), and a column of an Embedding (also an output).
+        across = 0 if kind == "DoraEmbeddingVariant" or getattr(layer, "fan_in_fan_out", False) else 1
+        norm = torch.linalg.vector_norm(base + update, dim=across, keepdim=True)
+        magnitude = layer.lora_magnitude_vector[adapter].weight.detach().to(base).view(norm.shape)
+        weight = magnitude / norm * update.add_(weight)
     return weight
 
 

@@ -1,8 +1,8 @@
 """Saving as GGUF, for llama.cpp and what is built on it: a checked merged checkpoint, then the file made from it.
 
 The container and the tensors' names are the `gguf` library's; the K-quants are ours (`quantizers/`), and so is the
-choice of each tensor's type (`mixtures.py`, `dynamic.py`). Tensors go through one at a time, so memory holds one of
-them and not the model. The file is written under a temporary name beside its place, read back, every tensor made dense
+choice of each tensor's type (`mixtures.py`, `dynamic.py`). Tensors go through some rows at a time, so memory holds
+those and not the model. The file is written under a temporary name beside its place, read back, every tensor made dense
 again and compared with the checkpoint's, and only then renamed. What can be refused is refused before anything is
 merged: an unknown type, a tokenizer, a budget that is too small, a disk that is too full. If anything fails later the
 16-bit checkpoint stays whole and no partial file is left.
@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +38,7 @@ from fastft.saving.mixtures import file_type, mixture_types, resolve, tensor_byt
 from fastft.saving.modelfile import write_modelfile
 from fastft.saving.original import OriginalCheckpoint
 from fastft.saving.vocabulary import read_vocabulary
+from fastft.saving.workers import in_order
 
 __all__ = ["ALLOWED_ERRORS", "SaveCheckError", "SavedGguf", "save_gguf"]
 
@@ -263,7 +263,6 @@ def _relative_error(found: Any, expected: Tensor) -> float:
         difference = torch.from_numpy(dense).reshape(part.shape).sub_(part)
         return float(difference.square().sum(dtype=torch.float64)), float(part.square().sum(dtype=torch.float64))
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        sums = list(pool.map(squares, range(0, len(rows), step)))
+    sums = list(in_order(squares, range(0, len(rows), step)))
     of_difference, of_all = (math.fsum(part) for part in zip(*sums, strict=True))
     return math.sqrt(of_difference / max(of_all, 1e-60))

@@ -1,17 +1,18 @@
-"""Writing a GGUF: what it says about the model, then its tensors, one in memory at a time."""
+"""Writing a GGUF: what it says about the model, then its tensors, some rows in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 
 from fastft.saving.gguf_model import add_metadata, frequency_divisors, require_architecture
 from fastft.saving.gguf_tensors import GgufTensors
 from fastft.saving.importance import Importance
-from fastft.saving.quantizers import quantize
+from fastft.saving.mixtures import tensor_bytes
+from fastft.saving.quantizers import quantized_pieces
 from fastft.saving.vocabulary import Vocabulary
 
 __all__ = ["add_tensor_info", "metadata_bytes", "metadata_writer", "write_tensors"]
@@ -93,12 +94,27 @@ def write_tensors(
         for name in tensors.names:
             columns = None if importance is None else importance.columns(name)
             try:
-                data = quantize(tensors.tensor(name), types[name], columns)
+                pieces = quantized_pieces(tensors.tensor(name), types[name], columns)
+                writer.write_tensor_data(_Pieces(pieces, tensor_bytes(types[name], tensors.shapes[name])))
             except ValueError as error:
                 raise ValueError(f"{name}: {error} The merged checkpoint is whole.") from error
-            writer.write_tensor_data(data)
     finally:
         writer.close()
+
+
+class _Pieces:
+    """What `write_tensor_data` asks of an array, of one that is made while it is written."""
+
+    def __init__(self, pieces: Iterator[numpy.ndarray], nbytes: int) -> None:
+        self.pieces, self.nbytes = pieces, nbytes
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Write all pieces."""
+        written = 0
+        for piece in self.pieces:
+            written += file.write(piece.data)
+        if written != self.nbytes:
+            raise ValueError(f"{written} bytes were written, and {self.nbytes} announced.")
 
 
 def add_tensor_info(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:

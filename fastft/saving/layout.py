@@ -103,4 +103,4 @@ def _is_tied(inner: Any) -> bool:
         return getattr(first, "weight", None) is getattr(second, "weight", None)
     one = fold(embedding, "weight", "the input embedding")[1]
     other = fold(head, "weight", "the output embedding")[1]
-    return one.shape == other.shape and bool(torch.equal(one, other.to(one.device)))
+    return one.shape == other.shape and bool(torch.equal(one.float(), other.float().to(one.device)))

@@ -35,6 +35,7 @@ from fastft.saving.fold import adapter_changes, is_quantized
 from fastft.saving.folder import check_target, replacing
 from fastft.saving.layout import Layout, plan_layout
 from fastft.saving.original import OriginalCheckpoint, original_folder
+from fastft.saving.probe import probe_layers
 from fastft.saving.shards import Survival, write_shards
 
 __all__ = ["SaveCheckError", "SavedModel", "adapter_bases", "dtype_named", "save_merged"]
@@ -58,6 +59,7 @@ class SavedModel:
         allowed: what rounding may make of `difference` (not a bound with base "original").
         adapter_effect: relative difference that the adapters make in the live model; None if there are none.
         update_kept: share of the adapters' update that is in the written weights.
+        layers_probed: how many layers were asked alone; the tensors of all others were compared bit by bit.
     """
 
     folder: Path
@@ -68,6 +70,7 @@ class SavedModel:
     allowed: float
     adapter_effect: float | None
     update_kept: float
+    layers_probed: int
 
 
 def save_merged(
@@ -182,6 +185,7 @@ def _checked(
             f"Nothing was saved to {path}. Save with dtype='float32', or keep the adapter beside its base "
             "(model.save_pretrained)."
         )
+    probed = probe_layers(inner, layout, OriginalCheckpoint(str(written)), survival.shares, original)
     logits = reload_answers(written, layout.model_class, inner.config, dtype, live.tokens)
     difference = relative(logits - live.logits, live.logits)
     allowed = allowed_difference(layout.config, live.eps, torch.finfo(dtype).eps)
@@ -198,7 +202,7 @@ def _checked(
         _check_effect(logits - plain, live.logits - live.without, path)
     largest = float((logits - live.logits).abs().max())
     base = "dequantized" if original is None else "original"
-    return SavedModel(path, base, dtype, difference, largest, allowed, effect, survival.share)
+    return SavedModel(path, base, dtype, difference, largest, allowed, effect, survival.share, probed)
 
 
 def _check_effect(moved: torch.Tensor, expected: torch.Tensor, path: Path) -> None:

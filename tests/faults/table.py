@@ -2097,6 +2097,132 @@ _COMPRESSED: tuple[Fault, ...] = (
     ),
 )
 
+_PROBE = "tests/saving/test_probe.py::test_"
+_WORKERS = "tests/saving/test_workers.py::test_"
+
+_EXPORT: tuple[Fault, ...] = (
+    *_faults(
+        "saving/probe.py",
+        _PROBE,
+        [
+            (
+                "a_fault_of_one_of_224_projections_is_found[dropped]",
+                "answers are compared with their own size",
+                "if not replaced and not difference <= allowed:",
+                "if not replaced and not difference <= 1.0:",
+            ),
+            (
+                "a_fault_of_one_of_224_projections_is_found[scale]",
+                "any share of an update will do",
+                "expected, margin = shares.get(name, 1.0), (0.5",
+                "expected, margin = found, (0.5",
+            ),
+            (
+                "a_dropped_update_over_four_bits_is_found[original]",
+                "merged into the original, half of a margin more",
+                "(0.5 if replaced else 0.02)",
+                "(1.5 if replaced else 0.02)",
+            ),
+            (
+                "a_tensor_without_an_adapter_must_be_the_live_one_bit_by_bit",
+                "tensors without an adapter are not compared",
+                "_compare_bits(live, names, layout, written)\n            elif",
+                "pass\n            elif",
+            ),
+            (
+                "a_float32_save_of_a_bfloat16_model_in_4_bits_passes",
+                "what 4-bit weights are multiplied in is not allowed for",
+                "max(numbers.eps, self.rounding)",
+                "numbers.eps",
+            ),
+            (
+                "coarser_float32_products_are_allowed_for",
+                "what TF32 does is not allowed for",
+                "max(sums, self.product_error)",
+                "sums",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/safetensors_file.py",
+        "tests/saving/test_safetensors_file.py::test_",
+        [
+            (
+                "the_file_is_the_librarys_byte_by_byte[0]",
+                "tensors in the order of their names alone",
+                "key=lambda name: (_rank(name, planned[name].dtype), name)",
+                "key=lambda name: (_rank(name, planned[name].dtype) * 0, name)",
+            ),
+            (
+                "the_file_is_the_librarys_byte_by_byte[1]",
+                "the header is not padded",
+                'b" " * (-len(text) % 8)',
+                'b" " * (-len(text) % 1)',
+            ),
+            (
+                "a_tensor_that_is_not_as_announced_is_an_error[made1]",
+                "another dtype than announced",
+                "or tensor.dtype != planned[name].dtype:",
+                "or False:",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/workers.py",
+        _WORKERS,
+        [
+            (
+                "results_come_in_order_from_several_threads_with_one_each",
+                "each thread's operations run on all",
+                "torch.set_num_threads(1)",
+                "torch.set_num_threads(threads)",
+            ),
+            (
+                "an_error_comes_through_and_the_number_of_threads_is_as_before",
+                "the number of threads stays 1",
+                "        torch.set_num_threads(threads)\n\n\ndef",
+                "        pass\n\n\ndef",
+            ),
+            (
+                "few_results_wait",
+                "results pile up",
+                "if len(waiting) > ahead:",
+                "if len(waiting) > 50 * ahead:",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/quantizers/__init__.py",
+        _WORKERS,
+        [
+            (
+                "the_number_of_threads_makes_no_difference[q4_k]",
+                "pieces as large as there are threads",
+                "max(1, _PIECE // max(1, columns))",
+                "max(1, torch.get_num_threads() * _PIECE // max(1, columns))",
+            ),
+        ],
+    ),
+    *_faults(
+        "saving/shards.py",
+        "tests/saving/test_merged.py::test_c47_the_saved_model_answers_as_the_live_one",
+        [
+            (
+                "tests/saving/test_probe.py::test_a_float32_save_of_a_bfloat16_model_in_4_bits_passes",
+                "folded under autocast",
+                "torch.autocast(_device_type(module), enabled=False)",
+                "torch.autocast(_device_type(module), enabled=torch.is_autocast_enabled(_device_type(module)))",
+            ),
+            (
+                "[lora]",
+                "what is written is what was compared, in place",
+                "float((some_saved.float() - some_base) @ update)",
+                "float(some_saved.float().sub_(some_base) @ update)",
+            ),
+        ],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -2111,4 +2237,5 @@ FAULTS: tuple[Fault, ...] = (
     *_GGUF_TYPES,
     *_OPERATORS,
     *_COMPRESSED,
+    *_EXPORT,
 )

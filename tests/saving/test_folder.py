@@ -10,9 +10,9 @@ from collections import namedtuple
 from typing import Any
 
 import pytest
-import safetensors.torch
 
 from fastft import FastModel
+from fastft.saving import shards
 from fastft.saving.folder import check_target, replacing
 from tests import support
 
@@ -39,23 +39,28 @@ def test_the_folder_holds_exactly_this_save(earlier: pathlib.Path, tokenizer: An
 
 
 def break_second_shard(monkeypatch: pytest.MonkeyPatch, number: int = errno.EIO) -> None:
-    stock, calls = safetensors.torch.save_file, []
+    stock, calls = shards.write_safetensors, []
 
-    def save_file(tensors: Any, filename: Any, **options: Any) -> None:
-        calls.append(filename)
+    def write(file: Any, *args: Any) -> None:
+        calls.append(file)
         if len(calls) == 2:
-            pathlib.Path(filename).write_bytes(b"half")
+            pathlib.Path(file).write_bytes(b"half")
             raise OSError(number, os.strerror(number))
-        stock(tensors, filename, **options)
+        stock(file, *args)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    monkeypatch.setattr(shards, "write_safetensors", write)
 
 
 def break_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def save_file(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+    """Ctrl-C while a tensor is made, with its file open and half written."""
+    stock = shards.fold
 
-    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    def fold(module: Any, attribute: str, name: str, **options: Any) -> Any:
+        if name == "model.layers.1.mlp.up_proj.weight":
+            raise KeyboardInterrupt
+        return stock(module, attribute, name, **options)
+
+    monkeypatch.setattr(shards, "fold", fold)
 
 
 def break_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

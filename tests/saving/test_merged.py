@@ -106,6 +106,7 @@ def test_c47_the_saved_model_answers_as_the_live_one(option: str, tmp_path: path
     found = plain_logits(tmp_path / "merged", batch)
     assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
     assert saved.difference < 2e-6
+    assert (saved.layers_probed > 0) == (option != "no_adapter")
     tied = json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
     assert tied == (option in ("tied", "trained_tokens"))
 
@@ -238,7 +239,7 @@ def test_a_wrong_fold_is_an_error_and_leaves_nothing(tmp_path: pathlib.Path, mon
         )
 
     monkeypatch.setattr(shards, "fold", wrong)
-    with pytest.raises(SaveCheckError, match="is not the live model"):
+    with pytest.raises(SaveCheckError, match=r"layers\.1\.self_attn\.v_proj\.weight: the written layer is not"):
         FastModel.save_merged(lora(), None, tmp_path / "merged")
     assert not list(tmp_path.iterdir())
 
@@ -253,7 +254,7 @@ def test_a_wrong_fold_into_the_original_is_an_error(
         return base, base - (folded - base) if folded is not base else base
 
     monkeypatch.setattr(shards, "fold", wrong)
-    with pytest.raises(SaveCheckError, match=r"vanished|something else"):
+    with pytest.raises(SaveCheckError, match=r"q_proj\.weight: the written layer holds -1 "):
         FastModel.save_merged(quantized, None, tmp_path / "merged", base="original")
 
 
@@ -262,7 +263,7 @@ def test_what_cannot_be_folded_is_named(tmp_path: pathlib.Path) -> None:
 
     other = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     model = get_peft_model(support.build_model(), other)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight: adapters of Linear"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.\S+\.weight: adapters of Linear"):
         FastModel.save_merged(model, None, tmp_path / "merged")
     assert not list(tmp_path.iterdir())
 

@@ -116,10 +116,10 @@ def test_blocks_without_a_spread_come_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", K_QUANTS)
-def test_chunks_rows_and_dtypes_make_no_difference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_rows_and_dtypes_make_no_difference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = matrix().bfloat16()
     whole = quantize(x, kind, importance())
-    monkeypatch.setattr(quantizers, "_CHUNK", 1024)
+    monkeypatch.setattr(quantizers, "_PIECE", 1024)
     assert numpy.array_equal(quantize(x.float().view(4, 16, 512), kind, importance()).reshape(64, -1), whole)
 
 

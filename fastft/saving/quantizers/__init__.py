@@ -1,4 +1,4 @@
-"""Quantizers of GGUF's block types, in torch and over whole tensors, a chunk of rows at a time.
+"""Quantizers of GGUF's block types, in torch, some rows at a time on every core.
 
 The K-quants (q2_k … q6_k) are ours. With importance weights the older types (q4_0 … q5_1) are ours too. Without them
 those, and f32 … q8_0 always, are the `gguf` library's, bit by bit what llama.cpp writes.
@@ -11,7 +11,7 @@ and gains perplexity: SmolLM2 with all projections in q4_k, 10.1 without the rul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 from fastft.saving.quantizers.affine import quantize_q2_k, quantize_q4_k, quantize_q5_k
 from fastft.saving.quantizers.plain import quantize_q4_0, quantize_q4_1, quantize_q5_0, quantize_q5_1
 from fastft.saving.quantizers.symmetric import quantize_q3_k, quantize_q6_k
+from fastft.saving.workers import in_order
 
-__all__ = ["quantize"]
+__all__ = ["quantize", "quantized_pieces"]
 
 _Quantizer = Callable[[Tensor, Tensor], Tensor]
 _K_QUANTS: dict[str, _Quantizer] = {
@@ -37,10 +38,9 @@ _PLAIN: dict[str, _Quantizer] = {
     "q5_0": quantize_q5_0,
     "q5_1": quantize_q5_1,
 }
-_CHUNK = 2**17  # weights at a time and thread: about what stays in a core's cache
+_PIECE = 2**17  # weights that a thread works on at a time
 
 
-@torch.no_grad()
 def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> numpy.ndarray:
     """`tensor` in a GGUF type.
 
@@ -55,30 +55,45 @@ def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> num
     Raises:
         ValueError: inf or NaN, weights too large for float16 scales, or `importance` that does not fit.
     """
+    data: numpy.ndarray = numpy.concatenate(list(quantized_pieces(tensor, kind, importance)))
+    return data.reshape(*tensor.shape[:-1], -1)
+
+
+def quantized_pieces(tensor: Tensor, kind: str, importance: Tensor | None = None) -> Iterator[numpy.ndarray]:
+    """`quantize`, some rows after others: memory holds a few pieces and not the result. Arguments are checked at once.
+
+    Returns:
+        Of numpy [rows, …] as `quantize` gives them, together all rows.
+    """
     import gguf
 
     stored = gguf.GGMLQuantizationType[kind.upper()]
-    if importance is not None:
-        importance = _checked(importance, tensor.shape[-1])
-    function = _K_QUANTS.get(kind) or (_PLAIN.get(kind) if importance is not None else None)
-    if function is None:
-        data: numpy.ndarray = gguf.quantize(tensor.float().contiguous().numpy(), stored)
-        return data
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"a tensor holds inf or NaN and cannot be written as {kind}: look at the training run.")
-    size, packed = gguf.GGML_QUANT_SIZES[stored]
     columns = tensor.shape[-1]
+    if importance is not None:
+        importance = _checked(importance, columns)
+    size = gguf.GGML_QUANT_SIZES[stored][0]
     if columns % size:
         raise ValueError(f"{kind} needs rows that are a multiple of {size}; these have {columns} columns.")
-    matrix = tensor.reshape(-1, columns)
-    out = torch.empty(matrix.shape[0], columns // size * packed, dtype=torch.uint8)
-    step = max(1, _CHUNK * torch.get_num_threads() // columns)
-    for start in range(0, matrix.shape[0], step):
-        part = matrix[start : start + step].float()
-        blocks = part.reshape(-1, size)
-        weight = _magnitudes(blocks) if importance is None else importance.expand_as(part).reshape(-1, size)
-        out[start : start + step] = function(blocks, weight).view(len(part), -1)
-    return out.view(*tensor.shape[:-1], -1).numpy()
+    matrix = tensor.detach().reshape(-1, columns)
+    pieces = matrix.split(max(1, _PIECE // max(1, columns)))
+    return in_order(lambda piece: _quantized(piece, kind, importance), pieces)
+
+
+def _quantized(piece: Tensor, kind: str, importance: Tensor | None) -> numpy.ndarray:
+    """Some rows, [rows, columns]; `importance` with mean 1."""
+    import gguf
+
+    stored = gguf.GGMLQuantizationType[kind.upper()]
+    function = _K_QUANTS.get(kind) or (_PLAIN.get(kind) if importance is not None else None)
+    if function is None:
+        data: numpy.ndarray = gguf.quantize(piece.float().contiguous().numpy(), stored)
+        return data
+    part = piece.float()
+    if not bool(torch.isfinite(part).all()):
+        raise ValueError(f"a tensor holds inf or NaN and cannot be written as {kind}: look at the training run.")
+    blocks = part.reshape(-1, gguf.GGML_QUANT_SIZES[stored][0])
+    weight = _magnitudes(blocks) if importance is None else importance.expand_as(part).reshape(blocks.shape)
+    return function(blocks, weight).view(len(part), -1).numpy()
 
 
 def _magnitudes(blocks: Tensor) -> Tensor:
