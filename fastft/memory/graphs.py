@@ -272,6 +272,7 @@ class ModelGraphs:
         self._last: _Step = []
         self._alike = 0  # steps that were like the last
         self._captured: _Step = []
+        self._captured_tokens = 0  # of the batch that the graphs were made for
         self._capturing = False
         self._failed = False
         self.reason: str | None = None  # why the last layer that was not replayed was not
@@ -281,6 +282,10 @@ class ModelGraphs:
     def captured(self) -> int:
         """How many layers have a graph."""
         return 0 if self._capturing else len(self._graphs)
+
+    def serves(self, tokens: int) -> bool:
+        """Whether the layers of a batch of so many tokens may be replayed."""
+        return self.captured > 0 and self._captured_tokens == tokens
 
     @property
     def kept_bytes(self) -> int:
@@ -386,6 +391,7 @@ class ModelGraphs:
                     for graph in reversed(list(self._graphs.values())):
                         graph.capture_backward(self._tape)
                     self._captured, self._capturing = self._last, False
+                    self._captured_tokens = x.shape[0] * x.shape[1]
         except (RuntimeError, ValueError) as error:  # torch.OutOfMemoryError is a RuntimeError
             self._drop()
             self._failed, self.reason = True, f"capture failed: {str(error).splitlines()[0]}"

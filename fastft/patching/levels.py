@@ -8,6 +8,7 @@ the model, never in it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,7 @@ from fastft.patching import registry, size_plans
 from fastft.patching.registry import AUTO
 
 CHOICES = (AUTO, *LEVELS)
+_ROOM_NEEDED = "a batch of another shape needed the room of those there were"
 _stores: weakref.WeakKeyDictionary[nn.Module, HostStore] = weakref.WeakKeyDictionary()
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
 
@@ -93,6 +95,8 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         if site.memory is None:
             site.memory = size_plans.Memory()
         host_held = _stores[backbone].host_bytes if backbone in _stores else 0
+        captured = _graphs[backbone] if _replays(backbone) else None
+        serves = captured is not None and captured.serves(shape[0] * shape[1])
         plan = size_plans.plan_for(
             backbone,
             site.memory,
@@ -101,7 +105,8 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
             shape,
             host_held=host_held,
             graphs=site.cuda_graphs,
-            graphs_kept=_graphs[backbone].kept_bytes if _replays(backbone) else None,
+            graphs_kept=captured.kept_bytes if captured is not None and serves else None,
+            release=None if captured is None or serves else functools.partial(captured.release, _ROOM_NEEDED),
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels

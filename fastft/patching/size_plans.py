@@ -7,9 +7,10 @@ in the backbone's site.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +86,7 @@ def plan_for(
     host_held: int,
     graphs: bool,
     graphs_kept: int | None,
+    release: Callable[[], None] | None = None,
 ) -> Plan | None:
     """The plan for this batch size: known, corrected, or new; None where none can be made.
 
@@ -96,8 +98,9 @@ def plan_for(
         shape: `[batch, sequence]`.
         host_held: bytes of host memory that the model's store has already.
         graphs: whether layers may be replayed from CUDA graphs.
-        graphs_kept: bytes of activations that CUDA graphs keep between steps; None without graphs. Their buffers are
-            the model's own, as weights are.
+        graphs_kept: bytes of activations that the CUDA graphs which will serve this batch keep between steps; None
+            where none will. Their buffers, and all of another shape's graphs, are the model's own, as weights are.
+        release: gives back what another shape's graphs keep: called where there is no plan beside it.
     """
     device = device_of(layers)
     if device is None:
@@ -112,9 +115,11 @@ def plan_for(
     if not memory.accumulates and _finds_gradients(layers):
         memory.accumulates = True
         memory.sizes.clear()
-    if graphs_kept is None:
+    # Replays tell nothing of an eager step's peak; but an eager step of another size may be what came before.
+    if graphs_kept is None or (memory.pending is not None and memory.pending[0] != size):
         learn(memory, device)
-    else:
+    memory.pending = None
+    if graphs_kept is not None:
         allocated -= graphs_kept  # part of what the plan counts as the step's own
     known = memory.sizes.get(size)
     if known is not None and not _outgrown(known, allocated + (known.graph_buffers if graphs_kept is None else 0)):
@@ -123,19 +128,12 @@ def plan_for(
         costs = costs_of(backbone, layers, tokens, size[1])
         if costs is None:
             return None
-        start, gradients = _start(backbone, memory, allocated)
-        buffers = 0
-        if graphs and device.type == "cuda" and pays(costs[0].forward_operations, device):
-            costs = tuple(without_graphs(one, "offload") for one in costs)
-            buffers = _graph_buffers(backbone, layers[0], tokens)
-            if graphs_kept is None:
-                start += buffers
-        if not memory.accumulates:
-            of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
-            costs = tuple(with_gradients(one, of_a_layer) for one in costs)
-        plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
-        if buffers:
-            plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
+        fresh = functools.partial(_fresh, backbone, memory, device, layers, sites, tokens, costs, host_held)
+        plan, start, gradients, buffers = fresh(allocated, graphs, graphs_kept)
+        if not plan.fits and release is not None:
+            release()
+            allocated = torch.cuda.memory_allocated(device)
+            plan, start, gradients, buffers = fresh(allocated, graphs, graphs_kept)
         # The plan of an extraordinary step (a second graph is alive) is not remembered, unless the next is like it.
         if known is not None and 0 <= known.start < start and memory.outgrown != size:
             memory.outgrown = size
@@ -153,6 +151,36 @@ def plan_for(
         memory.seen = None
         _watch(layers[0], memory, device)
     return plan
+
+
+def _fresh(
+    backbone: nn.Module,
+    memory: Memory,
+    device: torch.device,
+    layers: Sequence[nn.Module],
+    sites: list[registry.Site],
+    tokens: int,
+    costs: Sequence[StepCosts],
+    host_held: int,
+    allocated: int,
+    graphs: bool,
+    graphs_kept: int | None,
+) -> tuple[Plan, int, int, int]:
+    """The plan for a size beside what is allocated; with the start, the gradients and the graphs' buffers in it."""
+    start, gradients = _start(backbone, memory, allocated)
+    buffers = 0
+    if graphs and device.type == "cuda" and pays(costs[0].forward_operations, device):
+        costs = tuple(without_graphs(one, "offload") for one in costs)
+        buffers = _graph_buffers(backbone, layers[0], tokens)
+        if graphs_kept is None:
+            start += buffers
+    if not memory.accumulates:
+        of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
+        costs = tuple(with_gradients(one, of_a_layer) for one in costs)
+    plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+    if buffers:
+        plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
+    return plan, start, gradients, buffers
 
 
 def _watch(layer: nn.Module, memory: Memory, device: torch.device) -> None:

@@ -924,6 +924,30 @@ _AUTOGRAD = [
 
 _PATCHING = [
     *_faults(
+        "patching/levels.py",
+        "tests/patching/test_levels.py::test_",
+        [
+            (
+                "what_graphs_keep_is_the_step_s_own_for_their_shape_alone[another]",
+                "any graphs are taken for the batch's own",
+                "serves = captured is not None and captured.serves(shape[0] * shape[1])",
+                "serves = captured is not None",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/size_plans.py",
+        "tests/patching/test_levels.py::test_",
+        [
+            (
+                "graphs_of_another_shape_go_where_there_is_no_plan_beside_them",
+                "idle graphs stay where there is no plan beside them",
+                "if not plan.fits and release is not None:",
+                "if plan.fits and release is not None:",
+            ),
+        ],
+    ),
+    *_faults(
         "patching/warm.py",
         "tests/patching/test_warm.py::test_",
         [

@@ -102,6 +102,8 @@ def warmed(level: str = "keep", **settings: Any) -> Any:
     for seed in range(WARM):
         step(model, draw(seed))
     assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+    assert graphs_of(model).serves(draw()["input_ids"].numel())
+    assert not graphs_of(model).serves(draw(length=13)["input_ids"].numel())
     return model
 
 
