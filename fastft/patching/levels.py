@@ -66,7 +66,10 @@ def set_choice(layers: Sequence[nn.Module], choice: str | Sequence[str] | Mappin
 
 def set_budget(backbone_site: registry.Site, budget: str | int | float | None) -> None:
     """Plan for at most this much allocated memory from the next step on (None: what is free, less a margin)."""
-    backbone_site.memory = size_plans.Memory(budget=parse_budget(budget))
+    known = backbone_site.memory  # how much was allocated before there was an optimizer's state stays true
+    backbone_site.memory = size_plans.Memory(
+        budget=parse_budget(budget), before=None if known is None else known.before
+    )
 
 
 def ask_planner(layers: Sequence[nn.Module]) -> None:

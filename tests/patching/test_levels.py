@@ -655,6 +655,18 @@ def test_the_optimizer_s_state_is_reckoned_with_once(device: Device) -> None:
         assert known.plan.peak == BUSY + state + gradients + 2 * usual.levels["keep"].saved + working
 
 
+def test_a_budget_named_in_mid_training_does_not_count_the_optimizer_s_state_again(
+    device: Device, batch: Batch
+) -> None:
+    model = build()
+    step(model, batch)
+    device.allocated = BUSY + optimizer_bytes(model)
+    fastft.patch(model, memory_budget=device.limit)
+    step(model, batch)
+    (known,) = memory(model).sizes.values()
+    assert known.start == BUSY + optimizer_bytes(model)
+
+
 def test_buffers_that_graphs_will_take_are_in_the_plan(device: Device, batch: Batch) -> None:
     """Streams, adapter gradients, cuBLAS' workspace; not where the user forbids graphs, nor where they do not pay."""
     model = build()
