@@ -25,6 +25,13 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WINDOW = 100  # steps that a point of the table is a mean over
 # float32 shows what rounding of activations costs stock. In both, as in "fast", SFTTrainer makes the adapters bfloat16.
 STOCK = ("stock", "float32")
+COLOURS = {
+    "stock": "tab:gray",
+    "float32": "black",
+    "fast": "tab:blue",
+    "folded": "tab:orange",
+    "skipped": "tab:green",
+}
 
 
 def rows(path: str, count: int | None = None) -> list[dict]:
@@ -161,27 +168,30 @@ def plot(a: argparse.Namespace) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for impl, colour in (
-        ("stock", "tab:gray"),
-        ("float32", "black"),
-        ("fast", "tab:blue"),
-        ("folded", "tab:orange"),
-        ("skipped", "tab:green"),
-    ):
-        for number, (seed, result) in enumerate(sorted(results(a.folder).get(impl, {}).items())):
-            losses = result["losses"]
-            means = [statistics.mean(losses[max(0, i - 25) : i + 25]) for i in range(0, len(losses), 10)]
-            style = ("-", "--", ":")[seed % 3]
-            axes.plot(
-                range(0, len(losses), 10), means, style, color=colour, lw=1.2, label=impl if number == 0 else None
-            )
-    axes.set_xlabel("step")
+    found = results(a.folder)
+    figure, (axes, gaps) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for impl, colour in COLOURS.items():
+        for number, (seed, result) in enumerate(sorted(found.get(impl, {}).items())):
+            options = {"color": colour, "lw": 1.2, "label": impl if number == 0 else None}
+            style, losses = ("-", "--", ":")[seed % 3], result["losses"]
+            axes.plot(*smoothed(losses), style, **options)
+            if impl != "stock" and seed in found["stock"]:
+                stock = found["stock"][seed]["losses"]
+                gaps.plot(*smoothed([x - y for x, y in zip(losses, stock, strict=True)]), style, **options)
     axes.set_ylabel("training loss, mean over 50 steps")
-    axes.legend()
     axes.set_title("SmolLM2-135M on GSM8K: a line style is a seed")
-    figure.tight_layout()
+    axes.legend()
+    gaps.axhline(0, color=COLOURS["stock"], lw=1.2)
+    gaps.set_xlabel("step")
+    gaps.set_ylabel("less stock's of the same seed")
+    gaps.set_ylim(-0.02, 0.01)
     figure.savefig(a.png, dpi=120)
+
+
+def smoothed(values: list[float]) -> tuple[range, list[float]]:
+    """Every tenth step, and the mean over the 50 around it."""
+    steps = range(0, len(values), 10)
+    return steps, [statistics.mean(values[max(0, i - 25) : i + 25]) for i in steps]
 
 
 ap = argparse.ArgumentParser()
