@@ -1813,7 +1813,7 @@ _GGUF_TYPES: tuple[Fault, ...] = (
                 "test_importance_moves_the_error_to_where_it_costs_less[q4_k]",
                 "importance is not used",
                 "if importance is None else importance.expand_as(part)",
-                "if columns else importance.expand_as(part)",
+                "if True else importance.expand_as(part)",
             ),
         ],
     ),

@@ -1,7 +1,7 @@
 """Plants faults one at a time: a process that has imported what is heavy, and forks once per fault.
 
-    TRITON_INTERPRET=1 python -m tests.faults.worker     the faults of Triton kernels
-    python -m tests.faults.worker                        the others
+    TRITON_INTERPRET=1 python -m tests.faults.worker 0::1     the faults of Triton kernels
+    python -m tests.faults.worker 0::2                        every second one of the others, from the first
 
 Each child copies the package to a temporary folder, puts the fault into the copy, imports fastft from there (before
 pytest can find the checkout, installed or not), and runs the named test in-process. The checkout is never written. One
@@ -54,7 +54,8 @@ def main() -> None:
     for name in (*PRELOADED, *(("triton.language",) if interpreted else ())):
         importlib.import_module(name)
     assert not any(name.partition(".")[0] == "fastft" for name in sys.modules)
-    faults = [fault for fault in FAULTS if fault.interpreted == interpreted]
+    first, _, step = sys.argv[1].partition("::")
+    faults = [fault for fault in FAULTS if fault.interpreted == interpreted][int(first) :: int(step)]
     report({"baseline": True, **run_forked(None, sorted({fault.test for fault in faults}))})
     for fault in faults:
         report({"index": FAULTS.index(fault), **run_forked(fault, [fault.test])})
