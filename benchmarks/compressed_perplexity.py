@@ -13,7 +13,6 @@ a + is calibrated, which fp8 and nvfp4 must be. --unround as in gguf_perplexity.
 
 import argparse
 import csv
-import json
 import math
 import pathlib
 import sys
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastft.loading.gguf import dequantized_folder
 from fastft.saving.compressed.checkpoint import compress_checkpoint
+from perplexity_data import read, unround
 
 ap = argparse.ArgumentParser()
 ap.add_argument("model")
@@ -39,23 +39,6 @@ ap.add_argument("--dtype", default="bfloat16")
 ap.add_argument("--unround", action="store_true")
 ap.add_argument("--out")
 a = ap.parse_args()
-
-
-def read(path: str) -> list[str]:
-    text = pathlib.Path(path).read_text(encoding="utf-8")
-    if not path.endswith(".jsonl"):
-        return [text]
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return ["\n".join(value for value in row.values() if isinstance(value, str)) for row in rows]
-
-
-def unround(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            blocks = parameter.data.view(-1, 32)
-            step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
-            blocks += (torch.rand(blocks.shape, generator=generator) - 0.5) * step
 
 
 @torch.no_grad()
