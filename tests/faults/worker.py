@@ -116,6 +116,9 @@ def run_child(folder: pathlib.Path, log: pathlib.Path, fault: Fault | None, test
             fastft = importlib.import_module("fastft")
             assert pathlib.Path(fastft.__file__).is_relative_to(copy), f"imported {fastft.__file__}"
             options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+            # No one reads why a planted fault's test failed, and where CI is set pytest compares two files' bytes in
+            # full for it, which takes minutes.
+            options += ["--assert=plain"]
             status = int(pytest.main([*options, *tests]))
             outside = [
                 name
