@@ -131,6 +131,70 @@ class Recomputed:
     normed_h: Tensor  # RMSNorm(h) [tokens, hidden + room]
 
 
+class AttentionOut(NamedTuple):
+    """What comes of attention's output before the MLP."""
+
+    output: Products
+    gate_up: Products
+    low_rank: Tensor | None  # O Aᵀ of the output projection
+    h: Tensor  # [tokens, hidden]
+    normed_h: Tensor  # RMSNorm(h) [tokens, hidden + room]
+    inverse_rms: Tensor  # [tokens]
+
+
+def attention_out(rows: Tensor, attended: Tensor, call: LayerCall, dtype: torch.dtype) -> AttentionOut:
+    """Output projection, residual sum and second norm.
+
+    Args:
+        rows: x, `[tokens, hidden]`.
+        attended: attention's output, `[tokens, heads · head_dim]`.
+        call: the layer.
+        dtype: compute dtype of the products.
+    """
+    output = products([call.output], dtype)
+    projected, low_rank = output.forward(attended)
+    gate_up = products(call.gate_up, dtype)
+    norm, normed_h = call.post_norm, gate_up.input_room(rows.shape[0])
+    projected = projected.to(rows.dtype)
+    _, inverse_rms, h = rms_norm(
+        projected,
+        norm.weight,
+        norm.epsilon,
+        mode=norm.mode,
+        residual=rows,
+        out=normed_h[:, : rows.shape[1]],
+        summed_out=projected,  # each row is read before it is written
+    )
+    return AttentionOut(output, gate_up, low_rank, h, normed_h, inverse_rms)
+
+
+def mlp_out(
+    h: Tensor,
+    normed_h: Tensor,
+    gate_up: Products,
+    call: LayerCall,
+    dtype: torch.dtype,
+    keep: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, mlp_half.Saved | None]:
+    """h + MLP(RMSNorm(h)) `[tokens, hidden]`, and with `keep` what level *keep* saves of the MLP.
+
+    Args:
+        h: the residual stream before the MLP `[tokens, hidden]`.
+        normed_h: RMSNorm(h) `[tokens, hidden + room]`.
+        gate_up: products of the gate and the up projection.
+        call: the layer.
+        dtype: compute dtype of the products.
+        keep: whether gate and up are wanted.
+        out: receives the sum.
+    """
+    down = products([call.down], dtype)
+    y, mlp = mlp_half.forward(normed_h, gate_up, down, h.shape[1], call.gate_up[0].out_features, keep, call.compact)
+    if out is not None:
+        return torch.add(h, y, out=out.view(h.shape)), mlp
+    return (y.add_(h) if y.dtype == h.dtype else h + y), mlp
+
+
 def forward_attention(
     x: Tensor, cos: Tensor, sin: Tensor, call: LayerCall, dtype: torch.dtype, with_graph: bool
 ) -> tuple[AttentionSaved, Attended, Recomputed]:
@@ -144,26 +208,12 @@ def forward_attention(
         dtype: compute dtype of the products.
         with_graph: record attention's own graph for the backward.
     """
-    rows = x.view(-1, x.shape[-1])
     qkv = products(call.qkv, dtype)
     into, normed = attention_half.forward_in(x, call.input_norm, qkv, call.head_norms, call.heads, cos, sin)
     attended = attention_half.attend(into, call.attention, call.autocast, with_graph)
-    output = products([call.output], dtype)
-    projected, out_low_rank = output.forward(attended.output)
-    gate_up = products(call.gate_up, dtype)
-    norm, normed_h = call.post_norm, gate_up.input_room(rows.shape[0])
-    projected = projected.to(x.dtype)
-    _, inverse_rms, h = rms_norm(
-        projected,
-        norm.weight,
-        norm.epsilon,
-        mode=norm.mode,
-        residual=rows,
-        out=normed_h[:, : rows.shape[1]],
-        summed_out=projected,  # each row is read before it is written
-    )
-    saved = AttentionSaved(into, attended.output, out_low_rank, h, inverse_rms)
-    return saved, attended, Recomputed(qkv, output, gate_up, normed, normed_h)
+    after = attention_out(x.view(-1, x.shape[-1]), attended.output, call, dtype)
+    saved = AttentionSaved(into, attended.output, after.low_rank, after.h, after.inverse_rms)
+    return saved, attended, Recomputed(qkv, after.output, after.gate_up, normed, after.normed_h)
 
 
 def forward(
@@ -198,13 +248,7 @@ def forward(
     del saved
     if kept is None:
         attended = None  # Q, K, V and O are let go before the widest tensors come
-    down = products([call.down], dtype)
-    hidden, intermediate = x.shape[-1], call.gate_up[0].out_features
-    y, mlp = mlp_half.forward(normed_h, gate_up, down, hidden, intermediate, keep_mlp, call.compact)
-    if out is not None:
-        y = torch.add(h, y, out=out.view(h.shape))
-    else:
-        y = y.add_(h) if y.dtype == h.dtype else h + y
+    y, mlp = mlp_out(h, normed_h, gate_up, call, dtype, keep_mlp, out)
     return y.view(x.shape), kept, mlp, attended
 
 

@@ -26,9 +26,7 @@ The numbers are the eager ones: the same kernels in the same order.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,16 +39,12 @@ from fastft.autograd.attention_half import Attended
 from fastft.autograd.autocast import suspended
 from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
-from fastft.autograd.projection import Projection
-from fastft.kernels.nf4 import QuantizedWeight
+from fastft.memory.captures import Angles, Tape, call_key, pays, weights_of
 
-__all__ = ["CUBLAS_WORKSPACE", "SHARED_STREAMS", "ModelGraphs", "pays"]
+__all__ = ["SHARED_STREAMS", "ModelGraphs"]
 
 SHARED_STREAMS = 3  # buffers as large as the residual stream that a model's graphs share: y, dy, dx
-CUBLAS_WORKSPACE = 32 << 20  # on Hopper, for the stream that captures; older devices take 8 MiB
 _SAME_STEPS = 3  # alike before a capture: the first ones also compile kernels
-_PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
-_RATE_PER_MULTIPROCESSOR = 4.5e12  # operations a second in 16-bit matrix products (H200: 600e12 on 132)
 
 
 class _Ticket:
@@ -66,66 +60,20 @@ class _Shared:
     y: Tensor  # [batch, sequence, hidden]; so are grad and grad_x
     grad: Tensor
     grad_x: Tensor
-    cos: Tensor
-    sin: Tensor
+    angles: Angles
     leaf_grads: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # flat, per layout
-    rotary: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None  # what cos and sin were copied from
 
     @property
     def nbytes(self) -> int:
         """Device bytes of all buffers."""
-        return sum(t.nbytes for t in (self.y, self.grad, self.grad_x, self.cos, self.sin, *self.leaf_grads.values()))
-
-    def load_rotary(self, cos: Tensor, sin: Tensor) -> None:
-        """Copy the angles, once a forward: all its layers are given the same two tensors."""
-        known = self.rotary
-        same = known is not None and known[0]() is cos and known[1] == cos._version
-        if same and known is not None and known[2]() is sin and known[3] == sin._version:
-            return
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
-        self.rotary = (weakref.ref(cos), cos._version, weakref.ref(sin), sin._version)
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a device. cuBLAS keeps a workspace (32 MiB on Hopper) for every stream it has seen.
-
-    It is seen here first, so that the workspace lies outside of every graph's pool.
-    """
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-        torch.mm(one, one)
-    return stream
-
-
-class _Tape:
-    """Where a model's captures happen: one pool, one stream (freed memory is reused on its own stream only)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _capture_stream(device)
-
-    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """`run` as a graph. Not by `torch.cuda.graph`, which synchronizes, collects garbage and empties the cache."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            # thread_local: data-loading threads may pin memory meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._stream)
-        return graph
+        tensors = (self.y, self.grad, self.grad_x, self.angles.cos, self.angles.sin, *self.leaf_grads.values())
+        return sum(t.nbytes for t in tensors)
 
 
 class _LayerGraph:
     """One layer, captured."""
 
-    def __init__(self, key: tuple[Any, ...], call: LayerCall, x: Tensor, shared: _Shared, tape: _Tape) -> None:
+    def __init__(self, key: tuple[Any, ...], call: LayerCall, x: Tensor, shared: _Shared, tape: Tape) -> None:
         self.key, self.shared = key, shared
         self.held_bytes = 0
         self._ticket: weakref.ref[_Ticket] | None = None
@@ -152,25 +100,25 @@ class _LayerGraph:
         self._call = call.with_leaves([None if leaf is None else leaf.detach() for leaf in leaves])
         self._capture_forward(self._call, tape)
 
-    def _capture_forward(self, call: LayerCall, tape: _Tape) -> None:
+    def _capture_forward(self, call: LayerCall, tape: Tape) -> None:
         """Record the forward; nothing runs."""
         shared, keeps = self.shared, call.level in ("keep", "lean")
 
         def run() -> None:
             _, self._saved, self._mlp, self._attended = node.forward(
-                self._x, shared.cos, shared.sin, call, keeps, call.level == "keep", out=shared.y
+                self._x, shared.angles.cos, shared.angles.sin, call, keeps, call.level == "keep", out=shared.y
             )
             if self._attended is not None:
                 self._attended.retain = True  # what attention keeps stays where the forward's replays write it
                 self._attention_graph = self._attended.graph
 
         with torch.no_grad():
-            self._forward = tape.record(run)
+            self._forward, _ = tape.record(run)
 
-    def capture_backward(self, tape: _Tape) -> None:
+    def capture_backward(self, tape: Tape) -> None:
         """Record the backward, after the forwards of all layers."""
         with torch.no_grad(), suspended(self._x.device.type):
-            self._backward = tape.record(self._run_backward)
+            self._backward, _ = tape.record(self._run_backward)
 
     def _run_backward(self) -> None:
         shared = self.shared
@@ -179,8 +127,8 @@ class _LayerGraph:
         grad_x, leaf_grads = node.backward(
             shared.grad,
             self._x,
-            shared.cos,
-            shared.sin,
+            shared.angles.cos,
+            shared.angles.sin,
             self._call,
             self._saved,
             self._mlp,
@@ -204,7 +152,7 @@ class _LayerGraph:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, _Ticket]:
         """y, and the ticket that keeps the buffers taken."""
         self._x.copy_(x)
-        self.shared.load_rotary(cos, sin)
+        self.shared.angles.load(cos, sin)
         self._forward.replay()
         ticket = _Ticket()
         self._ticket = weakref.ref(ticket)
@@ -266,7 +214,7 @@ class ModelGraphs:
     def __init__(self) -> None:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, _LayerGraph] = weakref.WeakKeyDictionary()
         self._shared: dict[tuple[Any, ...], _Shared] = {}
-        self._tape: _Tape | None = None
+        self._tape: Tape | None = None
         self._step: _Step = []  # of the forward under way
         self._called: set[int] = set()  # the layers in it, by id
         self._last: _Step = []
@@ -327,7 +275,7 @@ class ModelGraphs:
             self.reason = "called again without a training forward of the whole model"
             return None
         self._called.add(id(layer))
-        key = _key_of(call, x, cos, sin)
+        key = call_key(call, x, cos, sin)
         self._step.append((id(layer), key))
         if self._capturing:
             self._capture(layer, key, call, x, cos, sin)
@@ -367,7 +315,7 @@ class ModelGraphs:
             return "level offload"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
-        if not pays(2.0 * x.shape[0] * x.shape[1] * _weights_of(call), x.device):
+        if not pays(2.0 * x.shape[0] * x.shape[1] * weights_of(call), x.device):
             return "the device is busy long enough for the host to keep up"
         return None
 
@@ -383,7 +331,7 @@ class ModelGraphs:
             with torch.cuda.device(x.device):
                 shared = self._shared_for(x, cos, sin)
                 if self._tape is None:
-                    self._tape = _Tape(x.device)
+                    self._tape = Tape(x.device)
                 before = torch.cuda.memory_allocated(x.device)
                 graph = self._graphs[layer] = _LayerGraph(key, call, x, shared, self._tape)
                 graph.held_bytes = torch.cuda.memory_allocated(x.device) - before
@@ -401,50 +349,6 @@ class ModelGraphs:
         shared = self._shared.get(key)
         if shared is None:
             plain = x.detach()
-            buffers = [torch.empty_like(t) for t in (plain, plain, plain, cos, sin)]
-            shared = self._shared[key] = _Shared(*buffers)
+            buffers = [torch.empty_like(plain) for _ in range(3)]
+            shared = self._shared[key] = _Shared(*buffers, Angles.like(cos, sin))
         return shared
-
-
-def pays(operations: float, device: torch.device) -> bool:
-    """Whether the host, not the device, would be what a step waits for.
-
-    Args:
-        operations: floating-point operations of a layer's forward products.
-        device: a CUDA device.
-    """
-    rate = _RATE_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    return operations / rate < _PAYS_BELOW
-
-
-def _weights_of(call: LayerCall) -> int:
-    return sum(p.weight.shape[0] * p.weight.shape[1] for p in call.projections)
-
-
-def _key_of(call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """Everything a capture bakes in."""
-    return (
-        x.shape,
-        x.dtype,
-        x.requires_grad,
-        cos.shape,
-        cos.dtype,
-        sin.shape,
-        call.level,
-        call.compact,
-        call.attention_key,
-        call.autocast.enabled,
-        call.autocast.dtype,
-        *[None if n is None else (n.weight.data_ptr(), n.weight.requires_grad, n.epsilon, n.mode) for n in call.norms],
-        *map(_projection_key, call.projections),
-    )
-
-
-def _projection_key(projection: Projection) -> tuple[Any, ...]:
-    weight = projection.weight
-    base = weight.packed if isinstance(weight, QuantizedWeight) else weight
-    return (base.data_ptr(), projection.scale, *map(_leaf_key, projection.leaves()), _leaf_key(projection.bias))
-
-
-def _leaf_key(leaf: Tensor | None) -> tuple[Any, ...] | None:
-    return None if leaf is None else (leaf.data_ptr(), leaf.shape, leaf.dtype, leaf.requires_grad)

@@ -65,6 +65,8 @@ def before_forward(
             run.before_layers(batch, rows * length, _counted(changed.get("attention_mask"), (rows, length)))
     else:
         levels.rest(module)
+        if cached:
+            levels.generate(module, site)
     return args, changed
 
 

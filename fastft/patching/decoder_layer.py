@@ -41,6 +41,7 @@ _readers: weakref.WeakKeyDictionary[nn.Module, LayerReader] = weakref.WeakKeyDic
 hosts: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # where offloaded layers leave x
 observers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # called after a layer's backward
 graphs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # layers that CUDA graphs may serve
+token_graphs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # the same, in generation
 
 
 def global_hooks() -> bool:
@@ -225,8 +226,8 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
     call.compact, call.observer = site.compact, observers.get(self)
-    captured = graphs.get(self)
-    if captured is not None and hidden_states.is_contiguous() and torch.is_grad_enabled():
+    captured = graphs.get(self) if torch.is_grad_enabled() else token_graphs.get(self) if has_cache(kwargs) else None
+    if captured is not None and hidden_states.is_contiguous():
         y = captured.run(self, call, hidden_states, cos, sin)
         if y is not None:
             return y

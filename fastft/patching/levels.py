@@ -18,6 +18,7 @@ from fastft.memory.budget import format_bytes, parse_budget
 from fastft.memory.graphs import ModelGraphs
 from fastft.memory.offload import HostStore
 from fastft.memory.planner import LEVELS
+from fastft.memory.token_graphs import TokenGraphs
 from fastft.patching import registry, size_plans
 from fastft.patching.registry import AUTO
 
@@ -25,6 +26,7 @@ CHOICES = (AUTO, *LEVELS)
 _ROOM_NEEDED = "a batch of another shape needed the room of those there were"
 _stores: weakref.WeakKeyDictionary[nn.Module, HostStore] = weakref.WeakKeyDictionary()
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+_token_graphs: weakref.WeakKeyDictionary[nn.Module, TokenGraphs] = weakref.WeakKeyDictionary()
 
 
 def set_choice(layers: Sequence[nn.Module], choice: str | Sequence[str] | Mapping[int, str]) -> None:
@@ -92,6 +94,8 @@ def announce_elsewhere(backbone: nn.Module, site: registry.Site) -> None:
 
 def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> None:
     """Give every planned layer its level for a training forward over `[batch, sequence]` tokens."""
+    if backbone in _token_graphs:  # generation is over, and its memory is wanted
+        _token_graphs[backbone].release()
     layers = [m for m in backbone._modules["layers"]._modules.values() if registry.site_of(m) is not None]  # type: ignore[union-attr,arg-type]
     sites = [registry.site_of(layer) for layer in layers]  # type: ignore[arg-type]
     if any(s.level == AUTO for s in sites):  # type: ignore[union-attr]
@@ -164,6 +168,14 @@ def graphs_of(backbone: nn.Module) -> ModelGraphs:
     return graphs
 
 
+def token_graphs_of(backbone: nn.Module) -> TokenGraphs:
+    """The CUDA graphs of the model's layers in generation."""
+    graphs = _token_graphs.get(backbone)
+    if graphs is None:
+        graphs = _token_graphs[backbone] = TokenGraphs()
+    return graphs
+
+
 def _replays(backbone: nn.Module) -> bool:
     return backbone in _graphs and _graphs[backbone].captured > 0
 
@@ -174,6 +186,18 @@ def release(backbone: nn.Module) -> None:
         _stores[backbone].release()
     if backbone in _graphs:
         _graphs[backbone].release()
+    if backbone in _token_graphs:
+        _token_graphs[backbone].release()
+
+
+def generate(backbone: nn.Module, site: registry.Site) -> None:
+    """A forward over a cache began: its layers may be replayed."""
+    from fastft.patching import decoder_layer
+
+    if site.cuda_graphs:
+        graphs = token_graphs_of(backbone)
+        for layer in backbone._modules["layers"]._modules.values():  # type: ignore[union-attr]
+            decoder_layer.token_graphs[layer] = graphs  # type: ignore[index]
 
 
 def rest(backbone: nn.Module) -> None:
@@ -202,21 +226,28 @@ def set_graphs(backbone: nn.Module, site: registry.Site, enabled: bool) -> None:
     if not enabled:
         for layer in backbone._modules["layers"]._modules.values():  # type: ignore[union-attr]
             decoder_layer.graphs.pop(layer, None)  # type: ignore[arg-type]
-        if backbone in _graphs:
-            _graphs[backbone].release()
+            decoder_layer.token_graphs.pop(layer, None)  # type: ignore[arg-type]
+        for known in (_graphs, _token_graphs):
+            if backbone in known:
+                known[backbone].release()
 
 
 def graph_summary(backbone: nn.Module, site: registry.Site) -> str | None:
     """What CUDA graphs do for the model, or why they do nothing: a note of the report."""
     if not site.cuda_graphs:
         return "CUDA graphs: switched off"
-    graphs = _graphs.get(backbone)
-    if graphs is None:
-        return None
-    if graphs.captured:
+    graphs, tokens = _graphs.get(backbone), _token_graphs.get(backbone)
+    notes = []
+    if graphs is not None and graphs.captured:
         held = format_bytes(graphs.held_bytes)
-        return f"CUDA graphs: {graphs.captured} layers captured, {graphs.replays} forwards replayed, {held} held"
-    return None if graphs.reason is None else f"CUDA graphs: none; {graphs.reason}"
+        notes.append(f"{graphs.captured} layers captured, {graphs.replays} forwards replayed, {held} held")
+    elif graphs is not None and graphs.reason is not None:
+        notes.append(f"none; {graphs.reason}")
+    if tokens is not None and tokens.replays:
+        notes.append(f"in generation {tokens.replays} layers' tokens replayed")
+    elif tokens is not None and tokens.reason is not None:
+        notes.append(f"none in generation; {tokens.reason}")
+    return "CUDA graphs: " + "; ".join(notes) if notes else None
 
 
 __all__ = [
@@ -225,6 +256,7 @@ __all__ = [
     "announce_elsewhere",
     "ask_planner",
     "assign",
+    "generate",
     "graph_summary",
     "graphs_of",
     "level_of",
@@ -234,4 +266,5 @@ __all__ = [
     "set_choice",
     "set_graphs",
     "store_of",
+    "token_graphs_of",
 ]

@@ -19,8 +19,9 @@ from torch import nn
 
 from fastft.autograd import mlp_half
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
+from fastft.memory.captures import CUBLAS_WORKSPACE, pays
 from fastft.memory.costs import StepCosts, with_gradients, without_graphs
-from fastft.memory.graphs import CUBLAS_WORKSPACE, SHARED_STREAMS, pays
+from fastft.memory.graphs import SHARED_STREAMS
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry
 from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of

@@ -1055,6 +1055,7 @@ _PLANNER = "tests/memory/test_planner.py::test_"
 _OFFLOAD = "tests/memory/test_offload.py::test_"
 _LEVELS = "tests/patching/test_levels.py::test_"
 _GRAPHS = "tests/memory/test_graphs.py::test_"
+_TOKEN_GRAPHS = "tests/memory/test_token_graphs.py::test_"
 
 _MEMORY = [
     *_faults(
@@ -1120,6 +1121,84 @@ _MEMORY = [
                 "nothing fetched ahead",
                 "previous._arrival = previous._copy_back()",
                 "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/token_graphs.py",
+        _TOKEN_GRAPHS,
+        [
+            (
+                "replayed_tokens_are_the_eager_ones[settings0-llama]",
+                "the residual stream of the capture for every token",
+                "shared.x.copy_(x)",
+                "pass",
+            ),
+            (
+                "replayed_tokens_are_the_eager_ones[settings0-llama]",
+                "the angles of the capture for every token",
+                "shared.angles.load(cos, sin)",
+                "pass",
+            ),
+            (
+                "a_changed_adapter_is_captured_anew[scaled]",
+                "a changed layer is replayed",
+                "if graphs is None or graphs.key != key:",
+                "if graphs is None:",
+            ),
+            (
+                "another_number_of_rows_is_captured_anew_in_a_pool_of_its_own",
+                "the pool of a layer whose graphs are gone",
+                "            self._graphs.pop(layer, None)\n",
+                "",
+            ),
+            (
+                "inference_mode_and_no_grad_take_turns",
+                "buffers of inference mode outside of it",
+                "x.device, torch.is_inference_mode_enabled())\n        graphs",
+                "x.device)\n        graphs",
+            ),
+            (
+                "hidden_states_handed_out_are_copies",
+                "the buffer itself is handed out",
+                "return shared.y.clone()",
+                "return shared.y",
+            ),
+            (
+                "a_cache_may_keep_what_it_is_given",
+                "keys handed out where the next token writes",
+                "key=self._into.key.clone()",
+                "key=self._into.key",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/captures.py",
+        _TOKEN_GRAPHS,
+        [
+            (
+                "a_changed_adapter_is_captured_anew[moved]",
+                "addresses are not compared",
+                "(leaf.data_ptr(), leaf.shape, leaf.dtype, leaf.requires_grad)",
+                "(leaf.shape, leaf.dtype, leaf.requires_grad)",
+            ),
+            (
+                "inference_mode_and_no_grad_take_turns",
+                "versions asked of tensors that count none",
+                "counted = not (cos.is_inference() or sin.is_inference())",
+                "counted = True",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/levels.py",
+        _TOKEN_GRAPHS,
+        [
+            (
+                "training_gives_the_graphs_back",
+                "graphs of a generation that is over are kept",
+                "    if backbone in _token_graphs:  # generation",
+                "    if False:  # generation",
             ),
         ],
     ),

@@ -1,7 +1,8 @@
-"""Generation over a cache: stock's tokens, by the layers' nodes."""
+"""Generation over a cache: stock's tokens, by the layers' nodes and by CUDA graphs."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastft
-from fastft.patching import registry
+from fastft.patching import levels, registry
 from tests.gpu import models
 
 pytestmark = pytest.mark.gpu
@@ -75,17 +76,62 @@ def test_greedy_tokens_are_stocks_up_to_ties(model: Any, cache: str) -> None:
     assert max(errors) <= LOGIT_ERROR
 
 
+def graphs_of(model: Any) -> Any:
+    """The graphs of the model's layers in generation."""
+    return levels.token_graphs_of(model.get_base_model().model)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static", "disable_compile": True}])
+def test_replayed_tokens_are_the_eager_ones(model: Any, mode: Any, settings: dict[str, Any]) -> None:
+    """To the bit; other prompts with the graphs of the first ones; then another number of rows."""
+    fastft.patch(model, cuda_graphs=True)
+    batches = [prompts(), models.on_gpu({k: v.flip(0) for k, v in prompts().items()}), prompts(rows=3)]
+    before, layers = graphs_of(model).replays, model.config.num_hidden_layers
+    with mode():
+        replayed = [generate(model, batch, **settings) for batch in batches]
+        assert graphs_of(model).reason is None
+        assert graphs_of(model).replays - before == layers * (NEW - 2 + NEW - 1 + NEW - 2)
+        fastft.patch(model, cuda_graphs=False)
+        eager = [generate(model, batch, **settings) for batch in batches]
+    fastft.patch(model, cuda_graphs=True)
+    for ours, theirs in zip(replayed, eager, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1]), (ours[1] - theirs[1]).abs().max()
+
+
+def test_a_training_step_between_two_generations(model: Any) -> None:
+    """The adapters it wrote are seen, and the graphs' memory is given back before it."""
+    batch, held, found = prompts(), [], []
+    for _ in range(3):
+        found.append(generate(model, batch)[1])
+        assert graphs_of(model).captured == model.config.num_hidden_layers
+        model.train()
+        models.loss_and_gradients(model, models.on_gpu({"input_ids": batch["input_ids"], "labels": batch["input_ids"]}))
+        assert graphs_of(model).captured == 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-1e-3)
+        model.zero_grad(set_to_none=True)
+        fastft.release_memory(model.eval())
+        held.append(torch.cuda.memory_allocated() - sum(logits.nbytes for logits in found))
+    assert not torch.equal(found[0], found[1])
+    assert held[2] == held[1]
+
+
 def test_milliseconds_a_token(model: Any) -> None:
     """Printed, not judged: eight rows, beside stock in the same run."""
     batch, found = prompts(), {}
-    for name in ("stock", "fast", "stock", "fast"):
+    for name in ("stock", "fast", "eager") * 2:
+        fastft.patch(model, cuda_graphs=name == "fast")
+        generate(model, batch)
+        torch.cuda.synchronize()
         start = time.perf_counter()
-        if name == "stock":
-            with fastft.stock_only():
-                generate(model, batch)
-        else:
+        with fastft.stock_only() if name == "stock" else contextlib.nullcontext():
             generate(model, batch)
         torch.cuda.synchronize()
         found[name] = (time.perf_counter() - start) * 1e3 / NEW
     dtype, layers = next(model.parameters()).dtype, model.config.num_hidden_layers
-    print(f"{dtype}, {layers} layers: {found['fast']:.1f} ms a token, stock {found['stock']:.1f}")
+    times = ", ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in found.items())
+    print(f"{dtype}, {layers} layers, ms a token: {times}")

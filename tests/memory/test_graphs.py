@@ -47,11 +47,11 @@ class Tape:
     def __init__(self, device: torch.device) -> None:
         del device
 
-    def record(self, run: Callable[[], None]) -> Recorded:
+    def record(self, run: Callable[[], None]) -> tuple[Recorded, None]:
         if Tape.records == Tape.fails_at:
             raise RuntimeError("no capture today")
         Tape.records += 1
-        return Recorded(run)
+        return Recorded(run), None
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         return "level offload" if call.level == "offload" else None
 
     Tape.records, Tape.fails_at = 0, None
-    monkeypatch.setattr(module, "_Tape", Tape)
+    monkeypatch.setattr(module, "Tape", Tape)
     monkeypatch.setattr(module.ModelGraphs, "_refusal", refusal)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)

@@ -21,8 +21,8 @@ import fastft
 from fastft.autograd import mlp_half
 from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
+from fastft.memory.captures import CUBLAS_WORKSPACE
 from fastft.memory.costs import with_gradients
-from fastft.memory.graphs import CUBLAS_WORKSPACE
 from fastft.memory.planner import make_plan
 from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
