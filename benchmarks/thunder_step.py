@@ -12,11 +12,13 @@ ROW is how the step runs and, after a plus, what of fastft is in it:
     …+linear          head and loss as one operator too: no logits (compile, thunder, eager)
     thunder-cat, thunder-cat+fastft                       litgpt's own list, less nvFuser: sdpa, torchcompile_cat, torch
 
-Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. The
-work is the same for all: bf16 weights, random tokens, mean loss over all of them, gradient norm clipped to 1, torch's
-fused AdamW. Time is the median of the iterations after two that compile and warm up; `first_s` is what the compiling
-one took, and `after_forward_gb` what is allocated when the backward begins, weights and optimizer included. On a
-machine without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
+Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. All
+compile at the same time (`--at-once` says how many at most: a row takes up to 28 GB); only when the last has done so
+are they timed, five iterations in turn, while the others wait: nothing else runs beside a timing. The work is the same
+for all: bf16 weights, random tokens, mean loss over all of them, gradient norm clipped to 1, torch's fused AdamW. Time
+is the median of the iterations after two that compile and warm up; `first_s` is what the compiling one took beside the
+others, and `after_forward_gb` what is allocated when the backward begins, weights and optimizer included. On a machine
+without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 ROWS = (
@@ -43,6 +48,9 @@ ROWS = (
     "thunder-cat",
     "thunder-cat+fastft",
 )
+WARM = 2  # iterations that compile and warm up
+TURN = 5  # iterations timed in a row
+READY = "ready for my turn"
 TINY_LLAMA = {
     "n_layer": 22,
     "n_head": 32,
@@ -72,7 +80,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--masked", type=float, default=0.0, help="share of the labels that is ignored")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds a row may take in all")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds that rows may take to compile")
+    parser.add_argument("--at-once", type=int, default=4, help="rows on the device at the same time")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -174,14 +183,16 @@ def run(row: str, options: argparse.Namespace) -> dict[str, Any]:
     with context:
         module, step = step_of(model, row)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=cuda)
-        for iteration in range(options.iterations + 2):
+        for iteration in range(WARM + options.iterations):
             if cuda:
                 torch.cuda.synchronize()
-                if iteration == 2:
-                    torch.cuda.reset_peak_memory_stats()
+            if iteration >= WARM and (iteration - WARM) % TURN == 0:
+                wait_for_turn()
+            if cuda and iteration == WARM:
+                torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             loss = step(ids, targets)
-            if cuda and iteration == 2:  # weights and optimizer included
+            if cuda and iteration == WARM:  # weights and optimizer included
                 result["after_forward_gb"] = round(torch.cuda.memory_allocated() / 1e9, 2)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -192,7 +203,7 @@ def run(row: str, options: argparse.Namespace) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
             losses.append(round(float(loss), 4))
     result |= {
-        "ms": round(1e3 * statistics.median(times[2:]), 2),
+        "ms": round(1e3 * statistics.median(times[WARM:]), 2),
         "first_s": round(times[0], 1),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
         "losses": losses[:3] + losses[-1:],
@@ -216,31 +227,74 @@ def ours_in_traces(step: Any) -> dict[str, int]:
     return counts
 
 
-def run_elsewhere(row: str) -> str:
-    """The row's JSON line, from a process of its own; a failure is a line too."""
-    options = arguments()
-    command = [sys.executable, __file__, row, *(a for a in sys.argv[1:] if a not in (*ROWS, "--all")), "--in-process"]
-    start = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return json.dumps({"row": row, "error": f"not done after {options.timeout} s"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return lines[-1]
-    tail = (done.stderr or done.stdout).strip()[-1500:]
-    return json.dumps({"row": row, "error": tail, "seconds": round(time.perf_counter() - start, 1)})
+def wait_for_turn() -> None:
+    """Tell the parent that the next iterations can be timed, and wait until nobody else's are."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
+class Row:
+    """A row's process: it compiles at once, and is timed when told to."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.line = name, ""
+        given = (a for a in sys.argv[1:] if a not in (*ROWS, "--all"))
+        command = [sys.executable, __file__, name, *given, "--in-process"]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the row)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self._killer = threading.Timer(options.timeout, self._process.kill)
+        self._killer.start()
+
+    def wait(self) -> None:
+        """Until it is ready for its next turn, or its line is there: the result, or what went wrong."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                return
+            if line.startswith("{"):
+                self.line = line.strip()
+        self._killer.cancel()
+        status = self._process.wait()
+        if not self.line:
+            self._errors.seek(0)
+            error = f"exit status {status}; {self._errors.read().strip()[-1500:]}"
+            self.line = json.dumps({"row": self.name, "error": error})
+
+    def turn(self) -> None:
+        """Let it run its next iterations, and wait for their end."""
+        assert self._process.stdin is not None
+        self._killer.cancel()
+        with contextlib.suppress(BrokenPipeError):  # it has died, and `wait` finds out of what
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        self.wait()
+
+
+def run_together(names: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
+    """The rows' JSON lines: compiled at the same time, timed in turns."""
+    rows = [Row(name, options) for name in names]
+    for row in rows:
+        row.wait()
+    while waiting := [row for row in rows if not row.line]:
+        for row in waiting:
+            row.turn()
+    yield from (row.line for row in rows)
 
 
 def main() -> None:
     options = arguments()
     rows = ROWS if options.all or not options.rows else options.rows
-    for row in rows:
-        line = json.dumps(run(row, options)) if options.in_process else run_elsewhere(row)
-        print(line, flush=True)
-        if options.out and not options.in_process:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+    if options.in_process:
+        print(json.dumps(run(rows[0], options)), flush=True)
+        return
+    for first in range(0, len(rows), options.at_once):
+        for line in run_together(rows[first : first + options.at_once], options):
+            print(line, flush=True)
+            if options.out:
+                with open(options.out, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
 
 
 if __name__ == "__main__":
