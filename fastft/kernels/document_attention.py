@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Documents", "document_attention"]
+__all__ = ["DocumentAttention", "Documents", "document_attention", "takes_varlen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def document_attention(
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     line = [x.transpose(1, 2).reshape(rows * length, x.shape[1], width) for x in (query, key, value)]
-    varlen = _varlen() if _takes_varlen(query, dropout) else None
+    varlen = _varlen() if takes_varlen(query.device, query.dtype, width, dropout) else None
     if varlen is not None:
         output = varlen(*line, documents, scale, window)
     else:
@@ -213,11 +213,26 @@ def _in_buckets(
     return torch.cat(outputs).index_select(0, place)
 
 
-def _takes_varlen(query: Tensor, dropout: float) -> bool:
-    """Whether FlashAttention runs on this query `[rows, heads, length, head_dim]`."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
+@dataclass(frozen=True, slots=True)
+class DocumentAttention:
+    """`document_attention` as a callable of query, key and value, that says what else it goes by."""
+
+    documents: Documents
+    scale: float | None
+    window: int | None
+    dropout: float
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return document_attention(
+            query, key, value, self.documents, scale=self.scale, window=self.window, dropout=self.dropout
+        )
+
+
+def takes_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
+    """Whether FlashAttention over boundaries runs on such queries: then boundaries are read on the device alone."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or dropout or _varlen() is None:
         return False
-    return query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and _has_flash(query.device.index)
+    return head_dim % 8 == 0 and head_dim <= 256 and _has_flash(device.index)
 
 
 @functools.cache

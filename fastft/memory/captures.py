@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.projection import Projection
+from fastft.kernels.document_attention import Documents
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["CUBLAS_WORKSPACE", "Angles", "Tape", "call_key", "pays", "weights_of"]
+__all__ = ["CUBLAS_WORKSPACE", "Angles", "Boundaries", "Tape", "call_key", "pays", "weights_of"]
 
 CUBLAS_WORKSPACE = 32 << 20  # on Hopper, for the stream that captures; older devices take 8 MiB
 _PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
@@ -97,6 +98,35 @@ class Angles:
         self.cos.copy_(cos)
         self.sin.copy_(sin)
         self._loaded = None if versions is None else (versions, weakref.ref(cos), weakref.ref(sin))
+
+
+class Boundaries:
+    """Where packed documents begin, where the graphs of all layers read it.
+
+    A graph serves as many documents as its buffer has room for, none longer than it was captured for: the room that is
+    left is for documents of no tokens, at the end.
+
+    Args:
+        like: documents of such a batch.
+        count: the most documents.
+        longest: the most tokens in one.
+    """
+
+    def __init__(self, like: Documents, count: int, longest: int) -> None:
+        buffer = torch.empty(count + 1, dtype=torch.int32, device=like.device)
+        self.documents = Documents(like.rows, like.length, (longest,), like.device, buffer)  # what a capture bakes in
+        self._buffer = buffer
+        self._loaded: Documents | None = None
+        self.load(like)
+
+    def load(self, documents: Documents) -> None:
+        """Copy them, once a forward: all its layers are given the same ones."""
+        if self._loaded is documents:
+            return
+        count = len(documents.lengths) + 1
+        self._buffer[:count].copy_(documents.boundaries)
+        self._buffer[count:].fill_(documents.rows * documents.length)
+        self._loaded = documents
 
 
 def pays(operations: float, device: torch.device) -> bool:

@@ -2,15 +2,17 @@
 
 A layer's forward and backward are some fifty launches. At a few thousand tokens of a 1B model they take the host longer
 than the device; as a graph each pass is one launch. Layers are captured when their calls have been the same in three
-steps: shape, dtypes, level, every weight's and adapter's address, scale and `requires_grad`, attention without mask.
-What a call looks like is compared before every replay, so an adapter switched off, another length or a moved weight
-runs eagerly, and comes back to the graph when it is as before. Optimizer steps write the adapters in place: their
-addresses stay.
+steps: shape, dtypes, level, every weight's and adapter's address, scale and `requires_grad`, attention without a mask
+or over packed documents (FlashAttention reads their boundaries on the device, from a buffer with room for more of
+them). What a call looks like is compared before every replay, so an adapter switched off, another length or a moved
+weight runs eagerly, and comes back to the graph when it is as before. Optimizer steps write the adapters in place:
+their addresses stay.
 
 Graphs read and write fixed buffers:
 
     one for each layer    x, and what its level keeps (the same bytes as without graphs, but held between steps)
-    one for the model     y, dy, dx, cos, sin and the adapters' gradients, which are copied out right after a replay
+    one for the model     y, dy, dx, cos, sin, documents' boundaries, and the adapters' gradients, which are copied out
+                          right after a replay
 
 so a layer's graph serves one forward at a time. A second forward before the backward (two losses, a reference pass with
 gradients) runs eagerly.
@@ -27,7 +29,7 @@ The numbers are the eager ones: the same kernels in the same order.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +41,9 @@ from fastft.autograd.attention_half import Attended
 from fastft.autograd.autocast import suspended
 from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
-from fastft.memory.captures import Angles, Tape, call_key, pays, weights_of
+from fastft.kernels.backend import next_power_of_2
+from fastft.kernels.document_attention import DocumentAttention, Documents, takes_varlen
+from fastft.memory.captures import Angles, Boundaries, Tape, call_key, pays, weights_of
 
 __all__ = ["SHARED_STREAMS", "ModelGraphs"]
 
@@ -61,6 +65,7 @@ class _Shared:
     grad: Tensor
     grad_x: Tensor
     angles: Angles
+    boundaries: Boundaries | None  # of packed documents
     leaf_grads: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # flat, per layout
 
     @property
@@ -97,7 +102,10 @@ class _LayerGraph:
         self._attended: Attended | None = None
         self._attention_graph: Any = None
         self._backward: torch.cuda.CUDAGraph | None = None
-        self._call = call.with_leaves([None if leaf is None else leaf.detach() for leaf in leaves])
+        call = call.with_leaves([None if leaf is None else leaf.detach() for leaf in leaves])
+        if shared.boundaries is not None and isinstance(call.attention, DocumentAttention):
+            call = replace(call, attention=replace(call.attention, documents=shared.boundaries.documents))
+        self._call = call
         self._capture_forward(self._call, tape)
 
     def _capture_forward(self, call: LayerCall, tape: Tape) -> None:
@@ -149,10 +157,12 @@ class _LayerGraph:
         """Whether a forward waits for its backward."""
         return self._ticket is not None and self._ticket() is not None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, _Ticket]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> tuple[Tensor, _Ticket]:
         """y, and the ticket that keeps the buffers taken."""
         self._x.copy_(x)
         self.shared.angles.load(cos, sin)
+        if documents is not None and self.shared.boundaries is not None:
+            self.shared.boundaries.load(documents)
         self._forward.replay()
         ticket = _Ticket()
         self._ticket = weakref.ref(ticket)
@@ -184,8 +194,16 @@ class _Replayed(torch.autograd.Function):
     """Autograd shell over a captured layer. The leaves are saved for autograd's check that nobody wrote to them."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _LayerGraph, cos: Tensor, sin: Tensor, x: Tensor, *leaves: Tensor | None) -> Tensor:
-        y, ctx.ticket = graph.forward(x, cos, sin)
+    def forward(
+        ctx: Any,
+        graph: _LayerGraph,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None,
+        x: Tensor,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        y, ctx.ticket = graph.forward(x, cos, sin, documents)
         ctx.graph = graph
         ctx.save_for_backward(*leaves)
         return y
@@ -202,7 +220,7 @@ class _Replayed(torch.autograd.Function):
         grad_x, leaf_grads = ctx.graph.backward(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.ticket = None
-        return None, None, None, grad_x, *leaf_grads
+        return None, None, None, None, grad_x, *leaf_grads
 
 
 _Step = list[tuple[int, tuple[Any, ...]]]  # the layers called in a forward, by id, and how
@@ -223,6 +241,8 @@ class ModelGraphs:
         self._captured_tokens = 0  # of the batch that the graphs were made for
         self._capturing = False
         self._failed = False
+        self._room = (1, 1)  # for packed documents: how many, and tokens in the longest; grows to what has been seen
+        self._weights = 0  # elements of the weights of the layer last called
         self.reason: str | None = None  # why the last layer that was not replayed was not
         self.replays = 0
 
@@ -234,6 +254,12 @@ class ModelGraphs:
     def serves(self, tokens: int) -> bool:
         """Whether the layers of a batch of so many tokens may be replayed."""
         return self.captured > 0 and self._captured_tokens == tokens
+
+    def wants_alike(self, tokens: int, device: torch.device) -> bool:
+        """Whether lines of about so many tokens should be made equally long: replays would pay, if there were any."""
+        if device.type != "cuda" or self._failed or not self._weights:
+            return False
+        return pays(2.0 * tokens * self._weights, device)
 
     @property
     def kept_bytes(self) -> int:
@@ -275,10 +301,14 @@ class ModelGraphs:
             self.reason = "called again without a training forward of the whole model"
             return None
         self._called.add(id(layer))
-        key = call_key(call, x, cos, sin)
+        documents = _documents_of(call)
+        if documents is not None:
+            seen = (len(documents.lengths), documents.longest)
+            self._room = tuple(max(room, next_power_of_2(n)) for room, n in zip(self._room, seen, strict=True))
+        key = (*call_key(call, x, cos, sin), None if documents is None else self._room)
         self._step.append((id(layer), key))
         if self._capturing:
-            self._capture(layer, key, call, x, cos, sin)
+            self._capture(layer, key, call, x, cos, sin, documents)
         graph = self._graphs.get(layer)
         if graph is None or graph.key != key:
             if not self._failed:
@@ -288,7 +318,7 @@ class ModelGraphs:
             self.reason = "another forward is waiting for its backward"
             return None
         self.replays += 1
-        return _Replayed.apply(graph, cos, sin, x, *call.leaves())  # type: ignore[no-any-return]
+        return _Replayed.apply(graph, cos, sin, documents, x, *call.leaves())  # type: ignore[no-any-return]
 
     def release(self, reason: str | None = None) -> None:
         """Forget all graphs and give their memory back, for `reason`."""
@@ -310,17 +340,29 @@ class ModelGraphs:
         if not (x.requires_grad or any(leaf is not None and leaf.requires_grad for leaf in call.leaves())):
             return "no gradient is wanted"
         if call.attention_key is None:
-            return "attention has a mask or document boundaries, or is not sdpa"
+            return "attention has a mask, or is not sdpa"
+        if isinstance(call.attention, DocumentAttention):
+            dtype = call.autocast.compute_dtype(x.dtype)
+            if not takes_varlen(x.device, dtype, call.heads.dim, call.attention.dropout):
+                return "attention over packed documents reads their lengths on the host here"
         if call.level == "offload":
             return "level offload"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
-        if not pays(2.0 * x.shape[0] * x.shape[1] * weights_of(call), x.device):
+        self._weights = weights_of(call)
+        if not pays(2.0 * x.shape[0] * x.shape[1] * self._weights, x.device):
             return "the device is busy long enough for the host to keep up"
         return None
 
     def _capture(
-        self, layer: nn.Module, key: tuple[Any, ...], call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor
+        self,
+        layer: nn.Module,
+        key: tuple[Any, ...],
+        call: LayerCall,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None,
     ) -> None:
         """Record this layer's forward and, if it is the last one, all backwards."""
         position = len(self._step) - 1
@@ -329,7 +371,7 @@ class ModelGraphs:
             return
         try:
             with torch.cuda.device(x.device):
-                shared = self._shared_for(x, cos, sin)
+                shared = self._shared_for(x, cos, sin, documents)
                 if self._tape is None:
                     self._tape = Tape(x.device)
                 before = torch.cuda.memory_allocated(x.device)
@@ -344,11 +386,17 @@ class ModelGraphs:
             self._drop()
             self._failed, self.reason = True, f"capture failed: {str(error).splitlines()[0]}"
 
-    def _shared_for(self, x: Tensor, cos: Tensor, sin: Tensor) -> _Shared:
-        key = (x.shape, x.dtype, x.device, cos.shape, cos.dtype)
+    def _shared_for(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> _Shared:
+        key = (x.shape, x.dtype, x.device, cos.shape, cos.dtype, None if documents is None else self._room)
         shared = self._shared.get(key)
         if shared is None:
             plain = x.detach()
             buffers = [torch.empty_like(plain) for _ in range(3)]
-            shared = self._shared[key] = _Shared(*buffers, Angles.like(cos, sin))
+            boundaries = None if documents is None else Boundaries(documents, *self._room)
+            shared = self._shared[key] = _Shared(*buffers, Angles.like(cos, sin), boundaries)
         return shared
+
+
+def _documents_of(call: LayerCall) -> Documents | None:
+    """The packed documents that a call's attention keeps apart."""
+    return call.attention.documents if isinstance(call.attention, DocumentAttention) else None

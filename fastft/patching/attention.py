@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastft.autograd.attention_half import Attention
-from fastft.kernels.document_attention import document_attention
+from fastft.kernels.document_attention import DocumentAttention
 from fastft.patching.documents import DocumentMask
 from fastft.patching.families import Family
 
@@ -62,12 +62,7 @@ def attention_callable(
     implementation = module.config._attn_implementation  # type: ignore[union-attr]
 
     if implementation == "sdpa" and isinstance(attention_mask, DocumentMask):
-
-        def document(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            documents, window = attention_mask.documents, attention_mask.window
-            return document_attention(query, key, value, documents, scale=scaling, window=window, dropout=dropout)
-
-        return document
+        return DocumentAttention(attention_mask.documents, scaling, attention_mask.window, dropout)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def run() -> Tensor:
@@ -119,8 +114,13 @@ def attention_key(module: nn.Module, attention_mask: Any, kwargs: dict[str, Any]
     """What the call depends on besides Q, K and V, if that is plain data: then it can be replayed from a CUDA graph.
 
     transformers' sdpa function reads the mask, `is_causal`, scaling and dropout, and nothing else of its keywords.
+    Packed documents are not plain data; what else their attention goes by is (memory/graphs.py sees to the documents).
     """
-    if attention_mask is not None or module.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+    if module.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+        return None
+    if isinstance(attention_mask, DocumentMask):
+        return "documents", module.scaling, attention_mask.window
+    if attention_mask is not None:
         return None
     causal = kwargs.get("is_causal")
     return None if isinstance(causal, Tensor) else ("sdpa", module.scaling, causal, getattr(module, "is_causal", None))

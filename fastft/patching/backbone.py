@@ -56,13 +56,17 @@ def before_forward(
         packed = _without_padding(module, site, args, changed)
         if packed is not None:
             args, changed = (), packed
-            mask = documents.padding_of(changed["attention_mask"])
-            rows, length = 1, len(mask.tokens)  # type: ignore[union-attr]
+            rows, length = 1, documents.documents_of(changed["attention_mask"]).length  # type: ignore[union-attr]
     if learns:
         run = watch.run_of(module, site)
-        levels.assign(module, site, (rows, length))
+        counted = _counted(changed.get("attention_mask"), (rows, length))
+        longer = _alike(module, site, args, changed, rows, length)
+        if longer is not None:
+            args, changed = (), longer
+        planned = documents.documents_of(changed.get("attention_mask"))
+        levels.assign(module, site, (rows, length if planned is None else planned.length))
         if run is not None:
-            run.before_layers(batch, rows * length, _counted(changed.get("attention_mask"), (rows, length)))
+            run.before_layers(batch, rows * length, counted)
     else:
         levels.rest(module)
         if cached:
@@ -99,8 +103,31 @@ def _without_padding(
     packed = documents.leave_padding_out(module, kwargs, mask.to(tokens.device))
     if packed is not None:
         site.tokens_padded += mask.numel()
-        site.tokens_real += len(documents.padding_of(packed["attention_mask"]).tokens)  # type: ignore[union-attr]
+        site.tokens_real += documents.documents_of(packed["attention_mask"]).length  # type: ignore[union-attr]
     return packed
+
+
+def _alike(
+    module: nn.Module, site: registry.Site, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, length: int
+) -> dict[str, Any] | None:
+    """The keywords of a packed row made as long as others of its kind, or None where that is not safe or no use.
+
+    Packing fills rows nearly, and a collator that lays them end to end makes a line of another length at every step:
+    CUDA graphs would never see the same shape twice. Lines from which padding was left out vary too much for this.
+    """
+    mask, wanted = kwargs.get("attention_mask"), documents.alike_length(length)
+    packed = documents.documents_of(mask) is not None and documents.padding_of(mask) is None
+    if not packed or rows != 1 or wanted == length or len(args) > 1 or not site.cuda_graphs:
+        return None
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or _is_looked_into(module, kwargs):
+        return None
+    device = documents.documents_of(mask).device  # type: ignore[union-attr]
+    if not levels.graphs_of(module).wants_alike(wanted, device):
+        return None
+    if args:
+        kwargs = {"input_ids": args[0], **kwargs}
+    return documents.lengthen(module, kwargs, wanted)
 
 
 def _is_looked_into(module: Any, kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ In the way stand a 2-D mask and a cache: with either, transformers does not look
 dropped and the cache left out; where one cannot be (padding inside packed rows, `use_cache=True`), the forward is
 refused, because a leak would be silent.
 
-A padded batch is a packed one, too: `leave_padding_out` makes its real tokens one row.
+A padded batch is a packed one, too: `leave_padding_out` makes its real tokens one row. And a packed row may be made a
+little longer, where CUDA graphs want rows alike: `lengthen` puts a last document of no consequence at its end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import Documents, document_attention
 from fastft.patching.families import FAMILIES
 
@@ -36,9 +38,13 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What was left out: where the `tokens` `[n]` int64 that remain stood in the line of `rows * length`."""
+    """What a batch of `rows * length` was made of.
 
-    tokens: Tensor
+    Left out were all but `tokens`, `[n]` int64, places in the line of all; or, where that is None, the one row was made
+    longer.
+    """
+
+    tokens: Tensor | None
     rows: int
     length: int
 
@@ -280,13 +286,59 @@ def leave_padding_out(module: nn.Module, kwargs: dict[str, Any], mask: Tensor) -
     return changed
 
 
+def alike_length(tokens: int) -> int:
+    """The length that a line of so many tokens is made to be: more by a sixteenth or 127 at most."""
+    step = max(128, next_power_of_2(tokens) // 32)
+    return -(-tokens // step) * step
+
+
+def lengthen(module: nn.Module, kwargs: dict[str, Any], length: int) -> dict[str, Any] | None:
+    """A packed row made `length` tokens long, or None where the backbone takes no `DocumentMask`.
+
+    What is added is a document of its own at the end, so nothing attends to it, and `restore_padding` cuts it off
+    again: no gradient comes to it.
+
+    Args:
+        module: the planned backbone, on sdpa.
+        kwargs: its keywords: `input_ids` or `inputs_embeds` of one row, `position_ids`, and the `DocumentMask`s that
+            `keep_apart` has put there.
+        length: more tokens than the row has.
+    """
+    documents = documents_of(kwargs["attention_mask"])
+    assert documents is not None
+    more = length - documents.length
+    longer = Documents(1, length, (*documents.lengths, more), documents.device)
+    masks = sdpa_masks(module, longer, Padding(None, 1, documents.length))
+    if masks is None:
+        return None
+    of_before = {*BOUNDARIES, "seq_idx"}  # say what the masks say, of the row as it came
+    changed = {name: value for name, value in kwargs.items() if name not in of_before}
+    changed["attention_mask"] = masks
+    positions = kwargs["position_ids"]
+    added = torch.arange(more, dtype=positions.dtype, device=positions.device)
+    changed["position_ids"] = torch.cat([positions, added.expand(len(positions), more)], 1)
+    if isinstance(kwargs.get("input_ids"), Tensor):
+        changed["input_ids"] = functional.pad(kwargs["input_ids"], (0, more))
+    if isinstance(kwargs.get("inputs_embeds"), Tensor):
+        changed["inputs_embeds"] = functional.pad(kwargs["inputs_embeds"], (0, 0, 0, more))
+    return changed
+
+
+def documents_of(mask: Any) -> Documents | None:
+    """The documents that the backbone's `attention_mask` names, if it is one of ours."""
+    first = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+    return first.documents if isinstance(first, DocumentMask) else None
+
+
 def padding_of(mask: Any) -> Padding | None:
-    """What was left out of the batch whose `attention_mask` is `mask` now."""
+    """What the batch whose `attention_mask` is `mask` now was made of, if it is not as it came."""
     first = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
     return first.padding if isinstance(first, DocumentMask) else None
 
 
 def restore_padding(hidden: Tensor, padding: Padding) -> Tensor:
-    """`[1, n, hidden]` back to `[rows, length, hidden]`, zeros where pads stood."""
+    """`[1, n, hidden]` back to `[rows, length, hidden]`, zeros where pads stood, without what was added."""
+    if padding.tokens is None:
+        return hidden[:, : padding.length]
     line = hidden.new_zeros(padding.rows * padding.length, hidden.shape[-1])
     return line.index_copy(0, padding.tokens, hidden[0]).view(padding.rows, padding.length, -1)

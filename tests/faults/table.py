@@ -1055,6 +1055,7 @@ _PLANNER = "tests/memory/test_planner.py::test_"
 _OFFLOAD = "tests/memory/test_offload.py::test_"
 _LEVELS = "tests/patching/test_levels.py::test_"
 _GRAPHS = "tests/memory/test_graphs.py::test_"
+_PACKED_GRAPHS = "tests/memory/test_packed_graphs.py::test_"
 _TOKEN_GRAPHS = "tests/memory/test_token_graphs.py::test_"
 
 _MEMORY = [
@@ -1169,6 +1170,60 @@ _MEMORY = [
                 "keys handed out where the next token writes",
                 "key=self._into.key.clone()",
                 "key=self._into.key",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/captures.py",
+        _PACKED_GRAPHS,
+        [
+            (
+                "each_step_has_boundaries_of_its_own[llama-settings0-keep]",
+                "the boundaries of the capture for every step",
+                "        if self._loaded is documents:\n",
+                "        if self._loaded is not None:\n",
+            ),
+            (
+                "fewer_documents_than_there_is_room_for_and_rows_of_their_own",
+                "boundaries of the step before in the room that is left",
+                "self._buffer[count:].fill_(documents.rows * documents.length)",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "memory/graphs.py",
+        _PACKED_GRAPHS,
+        [
+            (
+                "more_or_longer_documents_run_eagerly_until_there_is_room[lengths1]",
+                "longer documents than the capture was for",
+                "seen = (len(documents.lengths), documents.longest)",
+                "seen = (len(documents.lengths), 1)",
+            ),
+            (
+                "each_step_has_boundaries_of_its_own[llama-settings0-keep]",
+                "the documents of the capture baked in",
+                "        if shared.boundaries is not None and isinstance(call.attention, DocumentAttention):\n",
+                "        if False:\n",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/documents.py",
+        _PACKED_GRAPHS,
+        [
+            (
+                "lines_of_like_lengths_are_made_alike[input_ids]",
+                "what is added is the first document",
+                "(*documents.lengths, more)",
+                "(more, *documents.lengths)",
+            ),
+            (
+                "lines_of_like_lengths_are_made_alike[input_ids]",
+                "what is added comes out",
+                "return hidden[:, : padding.length]",
+                "return hidden",
             ),
         ],
     ),

@@ -152,7 +152,7 @@ def test_varlen_gets_the_boundaries_and_the_window(
 ) -> None:
     """What FlashAttention would get on a GPU, computed by a stand-in that follows its documentation."""
     varlen = Varlen()
-    monkeypatch.setattr(module, "_takes_varlen", lambda *_: True)
+    monkeypatch.setattr(module, "takes_varlen", lambda *_: True)
     monkeypatch.setattr(module, "_varlen", lambda: module.adapt_varlen(getattr(varlen, signature)))
     line, docs = inputs(), documents()
     torch.testing.assert_close(document_attention(*line, docs, window=window), masked(line, docs, window))

@@ -6,10 +6,8 @@ passes, the order of captures and the autograd shell are the real ones. tests/gp
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,55 +19,17 @@ from fastft.memory import graphs as module
 from fastft.patching import levels
 from fastft.patching.plan import inner_model
 from tests import support
+from tests.memory.tapes import Tape, install
 
 LAYERS = 4
 WARM = 4  # steps, of which the last one captures
 Batch = dict[str, Tensor]
 
 
-class Recorded:
-    """What stands for a CUDA graph."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-        run()  # as a capture does, over whatever is in the buffers
-
-    def replay(self) -> None:
-        self._run()
-
-
-class Tape:
-    """Keeps count of captures over all tapes; `fails_at` makes one of them fail."""
-
-    records = 0
-    fails_at: int | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        del device
-
-    def record(self, run: Callable[[], None]) -> tuple[Recorded, None]:
-        if Tape.records == Tape.fails_at:
-            raise RuntimeError("no capture today")
-        Tape.records += 1
-        return Recorded(run), None
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for CPU layers."""
-
-    def refusal(self: Any, call: Any, x: Tensor) -> str | None:
-        if self._failed:
-            return self.reason
-        if call.attention_key is None:
-            return "attention has a mask"
-        return "level offload" if call.level == "offload" else None
-
-    Tape.records, Tape.fails_at = 0, None
-    monkeypatch.setattr(module, "Tape", Tape)
-    monkeypatch.setattr(module.ModelGraphs, "_refusal", refusal)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    install(monkeypatch)
 
 
 def build(level: str = "keep", **settings: Any) -> Any:

@@ -1,0 +1,198 @@
+"""Packed rows replayed from graphs: boundaries that differ from step to step, lines made alike; on the CPU.
+
+Attention over boundaries that are read from their tensor when it runs, as FlashAttention does, is spelled out here.
+tests/gpu/test_graphs.py has the real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import fastft
+from fastft.kernels import document_attention as attention
+from fastft.memory.graphs import ModelGraphs
+from fastft.patching import documents as patching_documents
+from fastft.patching import levels
+from fastft.patching.plan import inner_model
+from tests import support
+from tests.memory.tapes import Tape, install
+from tests.patching.helpers import relative_error
+
+LAYERS = 3
+WARM = 4  # steps, of which the last one captures
+Batch = dict[str, Tensor]
+
+
+def over_boundaries(
+    query: Tensor, key: Tensor, value: Tensor, documents: Any, scale: float | None, window: int | None
+) -> Tensor:
+    """Causal attention `[tokens, heads, head_dim]`; knows of the documents only what FlashAttention is told."""
+    outputs = []
+    ends = documents.boundaries.tolist()
+    assert ends[-1] == len(query)
+    for begin, end in itertools.pairwise(ends):
+        assert end - begin <= documents.longest
+        if begin == end:
+            continue
+        parts = [x[begin:end].transpose(0, 1)[None] for x in (query, key, value)]
+        mask = attention.band(end - begin, window, query.device)
+        output = functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for CPU layers, and attention that reads boundaries when it runs."""
+    install(monkeypatch)
+    monkeypatch.setattr(attention, "takes_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen", lambda: over_boundaries)
+    monkeypatch.setattr(ModelGraphs, "wants_alike", lambda self, *_: self._weights > 0)
+
+
+def build(family: str = "llama", level: str = "keep", **settings: Any) -> Any:
+    """A fast model with adapters."""
+    model = support.add_lora(support.build_model(family, num_hidden_layers=LAYERS, **settings))
+    return fastft.patch(model, memory_levels=level)
+
+
+def packed(*lengths: int, seed: int = 0, rows: int = 1) -> Batch:
+    """Documents of these lengths in each row, as a collator gives them."""
+    total = sum(lengths)
+    ids = torch.randint(3, 128, (rows, total), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, total).contiguous()
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def graphs_of(model: Any) -> ModelGraphs:
+    return levels.graphs_of(inner_model(model).model)
+
+
+def step(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Loss and gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: g.clone() for n, g in support.trainable_gradients(model).items()}
+
+
+def assert_eager(model: Any, ours: dict[str, Tensor], batch: Batch, error: float = 0.0) -> None:
+    """`ours` is what the same step gives without graphs, to the bit or up to `error`."""
+    fastft.patch(model, cuda_graphs=False)
+    theirs = step(model, batch)
+    fastft.patch(model, cuda_graphs=True)
+    if error:
+        assert max(relative_error(ours[name], theirs[name]) for name in theirs) <= error
+    else:
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("mistral", {"sliding_window": 9})])
+def test_each_step_has_boundaries_of_its_own(family: str, settings: dict[str, Any], level: str) -> None:
+    model = build(family, level, **settings)
+    for seed, lengths in enumerate([(50, 40, 38), (60, 60, 8), (20, 58, 50), (64, 33, 31)]):
+        step(model, packed(*lengths, seed=seed))
+    assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+    batch, replays = packed(30, 35, 63, seed=7), graphs_of(model).replays
+    ours = step(model, batch)
+    assert graphs_of(model).replays == replays + LAYERS
+    assert Tape.records == 2 * LAYERS
+    assert_eager(model, ours, batch)
+
+
+def test_fewer_documents_than_there_is_room_for_and_rows_of_their_own() -> None:
+    model = build()
+    for seed in range(WARM):
+        step(model, packed(30, 20, 6, 8, seed=seed, rows=2))
+    batch = packed(32, 32, seed=7, rows=2)
+    replays = graphs_of(model).replays
+    ours = step(model, batch)
+    assert graphs_of(model).replays == replays + LAYERS
+    assert_eager(model, ours, batch)
+
+
+@pytest.mark.parametrize("lengths", [(16,) * 8, (100, 28)])
+def test_more_or_longer_documents_run_eagerly_until_there_is_room(lengths: tuple[int, ...]) -> None:
+    model = build()
+    for seed in range(WARM):
+        step(model, packed(40, 40, 48, seed=seed))
+    batch = packed(*lengths, seed=7)
+    replays = graphs_of(model).replays
+    ours = step(model, batch)
+    assert graphs_of(model).replays == replays
+    for seed in range(WARM - 1):
+        step(model, packed(40, 40, 48, seed=seed))
+    assert Tape.records == 4 * LAYERS, "captured anew, with room for all that has been seen"
+    again = step(model, batch)
+    assert graphs_of(model).replays > replays
+    assert_eager(model, ours, batch)
+    assert_eager(model, again, batch)
+
+
+def test_full_rows_and_packed_ones_have_graphs_of_their_own() -> None:
+    model = build()
+    for seed in range(WARM):
+        step(model, packed(40, 40, 48, seed=seed))
+    plain = {name: tensor for name, tensor in packed(128, seed=3).items() if name != "position_ids"}
+    ours = step(model, plain)
+    assert_eager(model, ours, plain)
+
+
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_lines_of_like_lengths_are_made_alike(given: str) -> None:
+    """Nothing attends to what is added, and no gradient comes to it; what comes out has the length that came in."""
+    model = build()
+    embed = model.get_input_embeddings()
+
+    def batch(*lengths: int, seed: int = 0) -> Batch:
+        found = packed(*lengths, seed=seed)
+        if given == "inputs_embeds":
+            found["inputs_embeds"] = embed(found.pop("input_ids")).detach()
+        return found
+
+    for seed, last in enumerate([40, 31, 45, 40, 38]):
+        step(model, batch(50, 30, last, seed=seed))
+    assert graphs_of(model).captured == LAYERS
+    some, replays = batch(50, 30, 33, seed=8), graphs_of(model).replays
+    ours = step(model, some)
+    assert graphs_of(model).replays == replays + LAYERS
+    assert_eager(model, ours, some, 2e-6)
+    assert model(**{name: t for name, t in some.items() if name != "labels"}).logits.shape[1] == 113
+
+
+def test_lines_are_left_alone_where_somebody_looks_or_graphs_are_off() -> None:
+    model, seen = build(), []
+    backbone = inner_model(model).model
+    backbone.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    for seed in range(2):
+        step(model, packed(50, 30, 20, seed=seed))
+    out = model(**packed(50, 30, 20), output_hidden_states=True)
+    assert {state.shape[1] for state in out.hidden_states} == {100}
+    fastft.patch(model, cuda_graphs=False)
+    step(model, packed(50, 30, 20))
+    with torch.no_grad():
+        model(**packed(50, 30, 20), use_cache=False)
+    assert seen == [100, 128, 100, 100, 100]
+
+
+def test_a_padded_batch_is_not_made_longer_again() -> None:
+    model, seen = build(), []
+    inner_model(model).model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    ids = torch.randint(3, 128, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    for _ in range(3):
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    assert {shape[1] for shape in seen} == {32}
+
+
+@pytest.mark.parametrize(("tokens", "alike"), [(1, 128), (128, 128), (2040, 2048), (6100, 6144), (6145, 6400)])
+def test_lengths_that_lines_are_made(tokens: int, alike: int) -> None:
+    assert patching_documents.alike_length(tokens) == alike
