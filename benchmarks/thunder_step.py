@@ -9,8 +9,9 @@ ROW is how the step runs and, after a plus, what of fastft is in it:
     compile           torch.compile                       compile+fastft        our operators in its graph
     thunder           thunder.jit, sdpa and torch.compile as the fuser
     thunder+fastft    the same, with our executor first
-    …+linear          head and loss as one operator too: no logits (compile, thunder, eager)
-    thunder-cat, thunder-cat+fastft                       litgpt's own list, less nvFuser: sdpa, torchcompile_cat, torch
+    thunder-cat       litgpt's own list, less nvFuser: sdpa, torchcompile_cat, torch; next to nothing is fused
+    thunder-cat+fastft                                    ours between sdpa and these: what `executors()` gives
+    …+linear          head and loss as one operator too: no logits (compile, thunder, thunder-cat, eager)
 
 Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. All
 compile at the same time (`--at-once` says how many at most: a row takes up to 28 GB); only when the last has done so
@@ -47,6 +48,7 @@ ROWS = (
     "thunder+fastft+linear",
     "thunder-cat",
     "thunder-cat+fastft",
+    "thunder-cat+fastft+linear",
 )
 WARM = 2  # iterations that compile and warm up
 TURN = 5  # iterations timed in a row

@@ -12,18 +12,20 @@ from fastft.kernels import rms_norm as kernels
 from fastft.kernels.rms_norm import NormMode
 from fastft.operators.again import made_again
 
-__all__ = ["rms_norm", "rms_norm_backward_op", "rms_norm_op"]
+__all__ = ["rms_norm", "rms_norm_backward_op", "rms_norm_op", "run", "run_backward"]
 
 
 def _y_dtype(x: Tensor, weight: Tensor, mode: str) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if mode == "llama" else x.dtype
 
 
-@torch.library.custom_op("fastft::rms_norm", mutates_args=())
-def rms_norm_op(x: Tensor, weight: Tensor, eps: float, mode: str) -> tuple[Tensor, Tensor]:
+def run(x: Tensor, weight: Tensor, eps: float, mode: str) -> tuple[Tensor, Tensor]:
     """y [..., hidden] and inverse_rms [rows]; see kernels/rms_norm.py."""
     y, inverse_rms, _ = kernels.rms_norm(x, weight, eps, mode=mode)  # type: ignore[arg-type]
     return y.contiguous(), inverse_rms
+
+
+rms_norm_op = torch.library.custom_op("fastft::rms_norm", run, mutates_args=())
 
 
 @rms_norm_op.register_fake
@@ -32,8 +34,7 @@ def _(x: Tensor, weight: Tensor, eps: float, mode: str) -> tuple[Tensor, Tensor]
     return x.new_empty(x.shape, dtype=_y_dtype(x, weight, mode)), x.new_empty(math.prod(x.shape[:-1]), dtype=wide)
 
 
-@torch.library.custom_op("fastft::rms_norm_backward", mutates_args=())
-def rms_norm_backward_op(
+def run_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, mode: str, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [..., hidden] and of weight [hidden] ([0] where it does not train)."""
@@ -46,6 +47,9 @@ def rms_norm_backward_op(
         needs_weight_grad=needs_weight,
     )
     return grad_x.contiguous(), weight.new_empty(0) if grad_weight is None else grad_weight
+
+
+rms_norm_backward_op = torch.library.custom_op("fastft::rms_norm_backward", run_backward, mutates_args=())
 
 
 @rms_norm_backward_op.register_fake

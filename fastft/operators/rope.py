@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastft.kernels import rope as kernels
 
-__all__ = ["rope", "rope_one_op", "rope_op"]
+__all__ = ["rope", "rope_one_op", "rope_op", "run", "run_one"]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -22,8 +22,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-@torch.library.custom_op("fastft::rope", mutates_args=())
-def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """q [B, q_heads, S, D] and k [B, k_heads, S, D] turned by cos and sin [1 or B, S, R]; see kernels/rope.py."""
     out = _like(q), _like(k)
     kernels.rope(
@@ -37,17 +36,22 @@ def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     return out
 
 
+rope_op = torch.library.custom_op("fastft::rope", run, mutates_args=())
+
+
 @rope_op.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     return _like(q), _like(k)
 
 
-@torch.library.custom_op("fastft::rope_one", mutates_args=())
-def rope_one_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def run_one(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """One tensor [B, heads, S, D], where queries and keys do not come together."""
     out = _like(x)
     kernels.rope(x.transpose(1, 2), None, cos, sin, inverse=inverse, out=(out.transpose(1, 2), None))
     return out
+
+
+rope_one_op = torch.library.custom_op("fastft::rope_one", run_one, mutates_args=())
 
 
 @rope_one_op.register_fake

@@ -10,13 +10,15 @@ from torch import Tensor
 from fastft.kernels import swiglu as kernels
 from fastft.operators.again import made_again
 
-__all__ = ["swiglu", "swiglu_backward_op", "swiglu_op"]
+__all__ = ["run", "run_backward", "swiglu", "swiglu_backward_op", "swiglu_op"]
 
 
-@torch.library.custom_op("fastft::swiglu", mutates_args=())
-def swiglu_op(gate: Tensor, up: Tensor) -> Tensor:
+def run(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up [..., intermediate]; see kernels/swiglu.py."""
     return kernels.swiglu(gate, up).contiguous()
+
+
+swiglu_op = torch.library.custom_op("fastft::swiglu", run, mutates_args=())
 
 
 @swiglu_op.register_fake
@@ -24,11 +26,13 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("fastft::swiglu_backward", mutates_args=())
-def swiglu_backward_op(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def run_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     _, grad_gate, grad_up = kernels.swiglu_backward(grad, gate, up, needs_product=False)
     return grad_gate.contiguous(), grad_up.contiguous()
+
+
+swiglu_backward_op = torch.library.custom_op("fastft::swiglu_backward", run_backward, mutates_args=())
 
 
 @swiglu_backward_op.register_fake

@@ -18,6 +18,7 @@ from fastft.integrations.thunder.shim import import_thunder
 import_thunder()
 
 from fastft.integrations.thunder import (  # noqa: E402
+    add,
     cat,
     cross_entropy,
     linear_cross_entropy,
@@ -38,4 +39,4 @@ from fastft.integrations.thunder.plugin import Plugin  # noqa: E402
 __all__ = ["FastftExecutor", "InPlaceLoss", "Plugin", "executor", "executors", "patch_litgpt", "prepare_hf"]
 
 # Each registers its own
-_OPERATIONS = (cat, cross_entropy, linear_cross_entropy, lora_linear, repeat, rms_norm, rope, swiglu, views)
+_OPERATIONS = (add, cat, cross_entropy, linear_cross_entropy, lora_linear, repeat, rms_norm, rope, swiglu, views)

@@ -16,7 +16,7 @@ from thunder.core.transforms import get_grad, put_grad
 
 from fastft import functional
 from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, made_again, needs_gradient, torch_dtype
-from fastft.operators.rms_norm import rms_norm_backward_op, rms_norm_op
+from fastft.operators.rms_norm import run, run_backward
 
 __all__ = ["rms_norm"]
 
@@ -32,14 +32,14 @@ def _meta(x: Any, weight: Any, eps: float, mode: str) -> tuple[Any, Any]:
     )
 
 
-_symbol = executor.register_operator("fastft_rms_norm", meta=_meta, fn=rms_norm_op)
+_symbol = executor.register_operator("fastft_rms_norm", meta=_meta, fn=run)
 
 
 def _backward_meta(grad: Any, x: Any, weight: Any, inverse_rms: Any, mode: str, needs_weight: bool) -> tuple[Any, Any]:
     return TensorProxy(like=x), TensorProxy(like=weight, shape=tuple(weight.shape) if needs_weight else (0,))
 
 
-_backward_symbol = executor.register_operator("fastft_rms_norm_backward", meta=_backward_meta, fn=rms_norm_backward_op)
+_backward_symbol = executor.register_operator("fastft_rms_norm_backward", meta=_backward_meta, fn=run_backward)
 
 
 def _gradient(x: Any, weight: Any, eps: float, mode: str) -> Any:

@@ -17,7 +17,7 @@ from thunder.core.transforms import get_grad, put_grad
 
 from fastft import functional
 from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, torch_dtype
-from fastft.operators.rope import rope_one_op, rope_op
+from fastft.operators.rope import run, run_one
 
 __all__ = ["claim_apply_rotary_pos_emb", "rope", "rope_one"]
 
@@ -30,10 +30,10 @@ def _one_meta(x: Any, cos: Any, sin: Any, inverse: bool) -> Any:
     return TensorProxy(like=x)
 
 
-_symbol = executor.register_operator("fastft_rope", meta=_meta, fn=rope_op)
-_backward_symbol = executor.register_operator("fastft_rope_backward", meta=_meta, fn=rope_op)
-_one_symbol = executor.register_operator("fastft_rope_one", meta=_one_meta, fn=rope_one_op)
-_one_backward_symbol = executor.register_operator("fastft_rope_one_backward", meta=_one_meta, fn=rope_one_op)
+_symbol = executor.register_operator("fastft_rope", meta=_meta, fn=run)
+_backward_symbol = executor.register_operator("fastft_rope_backward", meta=_meta, fn=run)
+_one_symbol = executor.register_operator("fastft_rope_one", meta=_one_meta, fn=run_one)
+_one_backward_symbol = executor.register_operator("fastft_rope_one_backward", meta=_one_meta, fn=run_one)
 
 
 def _like(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ def _one_gradient(x: Any, cos: Any, sin: Any) -> Any:
 _composite = executor.register_operator("fastft_rope_composite", like=_like, fn=functional.rope)
 executor.register_implementation(_composite, execution_transform=_like, grad_transform=_gradient)
 _one_composite = executor.register_operator(
-    "fastft_rope_one_composite", like=_one_like, fn=lambda x, cos, sin: rope_one_op(x, cos, sin, False)
+    "fastft_rope_one_composite", like=_one_like, fn=lambda x, cos, sin: run_one(x, cos, sin, False)
 )
 executor.register_implementation(_one_composite, execution_transform=_one_like, grad_transform=_one_gradient)
 

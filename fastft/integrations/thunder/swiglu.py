@@ -8,7 +8,7 @@ from thunder.core.transforms import get_grad, put_grad
 
 from fastft import functional
 from fastft.integrations.thunder.executor import TensorProxy, executor, made_again
-from fastft.operators.swiglu import swiglu_backward_op, swiglu_op
+from fastft.operators.swiglu import run, run_backward
 
 __all__ = ["swiglu"]
 
@@ -17,14 +17,14 @@ def _meta(gate: Any, up: Any) -> Any:
     return TensorProxy(like=gate)
 
 
-_symbol = executor.register_operator("fastft_swiglu", meta=_meta, fn=swiglu_op)
+_symbol = executor.register_operator("fastft_swiglu", meta=_meta, fn=run)
 
 
 def _backward_meta(grad: Any, gate: Any, up: Any) -> tuple[Any, Any]:
     return TensorProxy(like=gate), TensorProxy(like=up)
 
 
-_backward_symbol = executor.register_operator("fastft_swiglu_backward", meta=_backward_meta, fn=swiglu_backward_op)
+_backward_symbol = executor.register_operator("fastft_swiglu_backward", meta=_backward_meta, fn=run_backward)
 
 
 def _gradient(gate: Any, up: Any) -> Any:

@@ -31,6 +31,7 @@ HIDDEN, HEADS, GROUPS, INTERMEDIATE, VOCABULARY = 32, 8, 2, 88, 256
 HEAD = HIDDEN // HEADS
 FUSION = "sdpa", "torchcompile", "torch"
 OURS = "sdpa", "fastft", "torchcompile", "torch"
+UNFUSED = "sdpa", "fastft", "torchcompile_cat", "torch"
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +206,8 @@ AGAIN = Counter(rms_norm=3, swiglu=1, repeat=2)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("litgpt"), reason="litgpt is not installed")
-def test_a_step_keeps_the_least_and_less_than_fusion_alone() -> None:
+@pytest.mark.parametrize("names", [OURS, UNFUSED], ids=["beside fusion", "instead of fusion"])
+def test_a_step_keeps_the_least_and_less_than_fusion_alone(names: tuple[str, ...]) -> None:
     models = [Pretraining(linear) for linear in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     batch = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=DEVICE), labels()
@@ -217,7 +219,7 @@ def test_a_step_keeps_the_least_and_less_than_fusion_alone() -> None:
     ends = TOKENS * VOCABULARY + 7 * TOKENS + 2, TOKENS * HIDDEN + VOCABULARY * HIDDEN + 1
     for model, end in zip(models, ends, strict=True):
         with fastft_thunder.patch_litgpt():
-            jitted = jit(model, OURS)
+            jitted = jit(model, names)
             kept, results = run(model, jitted)
         assert kept == 4 * (LAYER + TOKENS * HIDDEN + end) < by_fusion
         assert forward_names(jitted)["repeat"] == forward_names(jitted)["kept"] == 2

@@ -18,6 +18,8 @@ from fastft.kernels.backend import interpreting, uses_triton
 from tests.integrations.thunder.harness import DEVICE, assert_same, backward_names, forward_names, jit, leaf
 from tests.operators.test_operators import quantized
 
+import thunder  # isort: skip  (ours knows how to import it)
+
 ROWS, VOCABULARY, HIDDEN = 6, 11, 64
 CE = {"forward": {"cross_entropy": 1}, "backward": {"cross_entropy_backward": 1}}
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -101,6 +103,45 @@ def test_logits_with_further_dimensions_fall_back_and_say_so() -> None:
     logits = leaf(2, VOCABULARY, 3, needs=False)
     assert_same(F.cross_entropy, logits, targets(None).view(2, 3), forward={}, backward={})
     assert "3 dimensions" in " ".join(fastft_thunder.executor.declined["cross_entropy"])
+
+
+def _twice(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a + b) * 2 + a
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_16_bit_sum_is_one_kernel_each_way(dtype: torch.dtype) -> None:
+    """torch's own sum, so the same bits, and no casts between; a tensor added to itself has both gradients."""
+    a, b = leaf(4, 8, dtype=dtype), leaf(4, 8, dtype=dtype)
+    jitted = assert_same(lambda a, b: a + b, a, b, forward={"add": 1}, backward={}, tolerance=0.0)
+    for trace in (thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]):
+        assert "to" not in {symbol.sym.name for symbol in trace.bound_symbols}
+    assert_same(lambda a: a + a, a, forward={"add": 1}, backward={"add": 1}, tolerance=0.0)
+    assert_same(_twice, a, b, forward={"add": 2}, backward={"add": 1}, tolerance=tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a: a + 1.5,
+        lambda a: a + a[:1],
+        lambda a: a.float() + a.float(),
+        lambda a: torch.add(a, a, alpha=2),
+    ],
+    ids=["a number", "broadcast", "float32", "alpha"],
+)
+def test_other_sums_are_left_to_thunder(call: Any) -> None:
+    jitted = jit(call)
+    a = leaf(4, 8, dtype=torch.bfloat16)
+    torch.testing.assert_close(jitted(a), call(a))
+    assert "add" not in forward_names(jitted)
+
+
+def test_a_sum_that_a_fused_region_would_take_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    jitted = jit(_twice, "fastft", "torchcompile", "torch")
+    jitted(leaf(4, 8, dtype=torch.bfloat16), leaf(4, 8, dtype=torch.bfloat16))
+    assert "add" not in forward_names(jitted)
 
 
 @FLOATS
