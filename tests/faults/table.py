@@ -2262,6 +2262,20 @@ _LEFT_OVERS = (
         "tests/saving/test_gguf_lora.py::test_a_file_is_checked_in_float32_under_autocast",
         [("", "compared under autocast", "@suspended_everywhere()\n", "")],
     ),
+    *_faults(
+        "patching/warm.py",
+        "tests/patching/test_warm.py::test_matrices_are_joined_from_bfloat16_adapters_too_where_a_trainer_may_cast_them",
+        [
+            (
+                "[QLoRA]",
+                "compiled a second time for float32 adapters",
+                "tensor.to(torch.bfloat16)",
+                "tensor",
+            ),
+            ("[QLoRA]", "the output projection's matrix is left out", "(q, k, v), (o,), (gate", "(q, k, v), (gate"),
+            ("[cast already]", "compiled twice for nothing", " and a.dtype == torch.float32", ""),
+        ],
+    ),
 )
 
 FAULTS: tuple[Fault, ...] = (
