@@ -2263,6 +2263,19 @@ _LEFT_OVERS = (
         [("", "compared under autocast", "@suspended_everywhere()\n", "")],
     ),
     *_faults(
+        "patching/backbone.py",
+        "tests/patching/test_backbone.py::test_positions_are_looked_at_once_for_a_padded_prompt_and_never_for_a_token",
+        [
+            (
+                "",
+                "positions are looked at for every token",
+                "is not None and length > site.max_seq_length",
+                "is not None",
+            ),
+            ("", "pads are counted", "int(positions.max()) + 1", "row"),
+        ],
+    ),
+    *_faults(
         "patching/warm.py",
         "tests/patching/test_warm.py::test_matrices_are_joined_from_bfloat16_adapters_too_where_a_trainer_may_cast_them",
         [
