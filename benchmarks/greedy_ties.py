@@ -26,6 +26,7 @@ import torch
 
 import fastft
 from fastft import FastModel
+from peers import say
 
 model, tokenizer = FastModel.from_pretrained(a.model, max_seq_length=1024, load_in_4bit=True, dtype=torch.bfloat16)
 model = FastModel.get_peft_model(model, r=16, lora_alpha=16, random_state=0).eval()
@@ -82,7 +83,4 @@ result = {
     "torch": torch.__version__,
     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
 }
-print(json.dumps(result))
-if a.out:
-    with open(a.out, "a", encoding="utf-8") as out:
-        out.write(json.dumps(result) + "\n")
+say(result, a.out)

@@ -27,6 +27,7 @@ def run(a: argparse.Namespace) -> None:
     from fastft.bench.registry import find_model
     from fastft.bench.roofline import step_cost
     from fastft.patching import levels, registry, size_plans
+    from peers import say
 
     shape = find_model(a.shape)
     limits = {row["name"]: row for row in limit.measure({"dtype": "bfloat16", "samples": 20})["limits"]}
@@ -72,9 +73,7 @@ def run(a: argparse.Namespace) -> None:
                 "gpu": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
             }
-            print(json.dumps(row), flush=True)
-            with open(a.out, "a", encoding="utf-8") as out:
-                out.write(json.dumps(row) + "\n")
+            say(row, a.out)
 
 
 def plot(a: argparse.Namespace) -> None:

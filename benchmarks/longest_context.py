@@ -10,7 +10,6 @@ optimizer's state being there already. Prints one JSON line a probe and one with
 
 import argparse
 import gc
-import json
 import os
 import time
 
@@ -31,6 +30,7 @@ import torch
 import fastft
 from fastft import FastModel
 from fastft.memory.budget import parse_budget
+from peers import say
 
 cap = parse_budget(a.cap)
 torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
@@ -38,13 +38,6 @@ model, _ = FastModel.from_pretrained(a.model, max_seq_length=None, load_in_4bit=
 model = FastModel.get_peft_model(model, r=a.rank, lora_alpha=a.rank, random_state=0)
 model.train()
 opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-
-
-def say(row: dict) -> None:
-    print(json.dumps(row), flush=True)
-    if a.out:
-        with open(a.out, "a") as out:
-            out.write(json.dumps(row) + "\n")
 
 
 def step(length: int) -> float:
@@ -69,7 +62,7 @@ def fits(length: int) -> bool:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
     }
-    say(row)
+    say(row, a.out)
     if not row["fits"]:
         opt.zero_grad(set_to_none=True)
         fastft.release_memory(model)
@@ -88,4 +81,4 @@ while high - low > a.resolution * high:
         low = middle
     else:
         high = middle
-say({"model": os.path.basename(a.model), "cap": a.cap, "rank": a.rank, "longest": low, "too_long": high})
+say({"model": os.path.basename(a.model), "cap": a.cap, "rank": a.rank, "longest": low, "too_long": high}, a.out)

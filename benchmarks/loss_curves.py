@@ -21,7 +21,6 @@ import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WINDOW = 100  # steps that a point of the table is a mean over
 # float32 shows what rounding of activations costs stock. In both, as in "fast", SFTTrainer makes the adapters bfloat16.
 STOCK = ("stock", "float32")
@@ -60,22 +59,15 @@ def load(a: argparse.Namespace) -> tuple:
         approximations = {"folded": ["fold_adapters"], "skipped": ["skip_probabilities"]}
         fastft.patch(model, approximations=approximations.get(a.impl, []))
         return model, tokenizer
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+    from peft import get_peft_model
+    from transformers import AutoTokenizer, set_seed
+
+    from peers import load_stock, stock_lora
 
     dtype = torch.float32 if a.impl == "float32" else torch.bfloat16
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        a.model, quantization_config=quantization, dtype=dtype, device_map="auto"
-    )
+    model = load_stock(a.model, dtype=dtype, device_map="auto")
     set_seed(a.seed)
-    lora = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
-    return get_peft_model(model, lora), AutoTokenizer.from_pretrained(a.model)
+    return get_peft_model(model, stock_lora()), AutoTokenizer.from_pretrained(a.model)
 
 
 def run(a: argparse.Namespace) -> None:

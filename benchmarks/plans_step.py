@@ -7,7 +7,6 @@ captured. Peaks are of allocated memory; the working memory of CUDA graphs is in
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -28,6 +27,7 @@ import torch
 import fastft
 from fastft import FastModel
 from fastft.patching import levels, registry, size_plans
+from peers import say
 
 WARMUP = 7
 model, _ = FastModel.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=True, dtype=torch.bfloat16)
@@ -77,7 +77,4 @@ for plan in a.plans:
         "planner": size_plans.summary(registry.site_of(backbone)),
         "graphs": levels.graph_summary(backbone, registry.site_of(backbone)),
     }
-    print(json.dumps(row), flush=True)
-    if a.out:
-        with open(a.out, "a") as f:
-            f.write(json.dumps(row) + "\n")
+    say(row, a.out)

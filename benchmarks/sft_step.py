@@ -7,7 +7,6 @@ One peer a process, because some patch globally. Every row is full length, as af
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,53 +28,34 @@ ap.add_argument("--save")
 ap.add_argument("--level", help="fastft: a level for all layers instead of the planner")
 ap.add_argument("--memory-budget", help="fastft: what the planner may use, such as 8.45GiB")
 a = ap.parse_args()
-targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 if a.impl == "unsloth":
-    from unsloth import FastLanguageModel as Fast
+    from unsloth import FastLanguageModel  # noqa: F401  it must come first
 elif a.impl == "fastft":
-    from fastft import FastModel as Fast
+    from fastft import FastModel, patch  # noqa: F401
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
-from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
+from peers import load_fast, load_stock, say, stock_lora
 
 gc = not a.no_gc
 peft_config = None
 if a.impl == "hf":
-    q = (
-        BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        if a.bits == 4
-        else None
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        a.model, quantization_config=q, dtype=torch.bfloat16, device_map={"": 0}
-    )
+    model = load_stock(a.model, bits=a.bits)
     tok = AutoTokenizer.from_pretrained(a.model)
-    peft_config = LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    peft_config = stock_lora()
 else:
-    model, tok = Fast.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=a.bits == 4, dtype=torch.bfloat16)
-    memory = {"memory_budget": a.memory_budget} if a.impl == "fastft" else {}
-    model = Fast.get_peft_model(
-        model,
-        r=16,
-        lora_alpha=16,
-        lora_dropout=0,
-        target_modules=targets,
-        bias="none",
-        random_state=0,
-        use_gradient_checkpointing=("unsloth" if a.impl == "unsloth" else a.level or True) if gc else False,
-        **memory,
+    checkpointing = gc and (a.level or True)
+    model, tok = load_fast(
+        a.impl,
+        a.model,
+        max_seq_length=a.seq,
+        checkpointing=checkpointing,
+        bits=a.bits,
+        memory_budget=a.memory_budget,
     )
     if a.impl == "fastft":
-        import fastft
-
-        fastft.patch(model, run_comfort=False)  # one JSON line, and nothing else
+        patch(model, run_comfort=False)  # one JSON line, and nothing else
 g = torch.Generator().manual_seed(1)
 rows = torch.randint(0, 256, (a.bs * a.ga * (a.steps + 4), a.seq), generator=g).tolist()
 ds = Dataset.from_dict({"input_ids": rows})
@@ -142,7 +122,4 @@ row = {
     "grad_norms": [round(float(h.get("grad_norm", 0)), 3) for h in log[:6]],
     "keys": sorted(log[0]),
 }
-print(json.dumps(row))
-if a.out:
-    with open(a.out, "a") as out:
-        out.write(json.dumps(row) + "\n")
+say(row, a.out)

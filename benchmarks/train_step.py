@@ -8,7 +8,6 @@ dropout, bf16 autocast, torch's fused AdamW.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -31,53 +30,37 @@ ap.add_argument("--profile")
 ap.add_argument("--level", help="fastft: a level for all layers instead of the planner")
 ap.add_argument("--memory-budget", help="fastft: what the planner may use, such as 8.45GiB")
 a = ap.parse_args()
-targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 t_import = time.perf_counter()
 if a.impl == "unsloth":
-    from unsloth import FastLanguageModel
+    from unsloth import FastLanguageModel  # noqa: F401  it must come first
 elif a.impl == "fastft":
-    from fastft import FastModel
+    from fastft import FastModel  # noqa: F401
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM  # noqa: F401
+from peft import get_peft_model, prepare_model_for_kbit_training
 
 t_import = time.perf_counter() - t_import
+from peers import load_fast, load_stock, say, stock_lora
 
 
 def load():
     if a.impl in ("unsloth", "fastft"):
-        F = FastLanguageModel if a.impl == "unsloth" else FastModel
-        model, _ = F.from_pretrained(a.model, max_seq_length=a.seq, load_in_4bit=a.bits == 4, dtype=torch.bfloat16)
-        gc = ("unsloth" if a.impl == "unsloth" else a.level or True) if a.gc else False
-        memory = {"memory_budget": a.memory_budget} if a.impl == "fastft" else {}
-        return F.get_peft_model(
-            model,
-            r=a.rank,
-            lora_alpha=a.rank,
-            lora_dropout=a.dropout,
-            target_modules=targets,
-            bias="none",
-            use_gradient_checkpointing=gc,
-            random_state=0,
-            **memory,
-        )
+        checkpointing = a.gc and (a.level or True)
+        return load_fast(
+            a.impl,
+            a.model,
+            max_seq_length=a.seq,
+            checkpointing=checkpointing,
+            bits=a.bits,
+            rank=a.rank,
+            dropout=a.dropout,
+            memory_budget=a.memory_budget,
+        )[0]
     if a.impl == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    q = (
-        BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        if a.bits == 4
-        else None
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        a.model, quantization_config=q, dtype=torch.bfloat16, device_map={"": 0}, attn_implementation="sdpa"
-    )
+    model = load_stock(a.model, bits=a.bits)
     model.config.use_cache = False
     if a.bits == 4:
         model = prepare_model_for_kbit_training(
@@ -87,10 +70,7 @@ def load():
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(0)
-    model = get_peft_model(
-        model,
-        LoraConfig(r=a.rank, lora_alpha=a.rank, lora_dropout=a.dropout, target_modules=targets, task_type="CAUSAL_LM"),
-    )
+    model = get_peft_model(model, stock_lora(a.rank, a.dropout))
     if a.impl == "compile":
         model = torch.compile(model)
     return model
@@ -161,7 +141,4 @@ row = {
     "trainable": n,
     "losses": [round(x, 4) for x in losses[:6]],
 }
-print(json.dumps(row))
-if a.out:
-    with open(a.out, "a") as out:
-        out.write(json.dumps(row) + "\n")
+say(row, a.out)

@@ -11,7 +11,6 @@ bf16, fused AdamW. One peer a process, because some patch globally.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,47 +28,27 @@ ap.add_argument("--completion", type=int, default=128, help="grpo: tokens genera
 ap.add_argument("--no-gc", action="store_true")
 ap.add_argument("--out")
 a = ap.parse_args()
-targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 gc = not a.no_gc
 if a.impl == "unsloth":
-    from unsloth import FastLanguageModel as Fast
+    from unsloth import FastLanguageModel  # noqa: F401  it must come first
 elif a.impl == "fastft":
-    from fastft import FastModel as Fast
+    from fastft import FastModel  # noqa: F401
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
+from peers import load_fast, load_stock, say, stock_lora
 
 WARMUP = 4
 LONGEST = 2048
 random = np.random.default_rng(0)
 lora = None
 if a.impl == "hf":
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        a.model, quantization_config=quantization, dtype=torch.bfloat16, device_map="auto"
-    )
+    model = load_stock(a.model, device_map="auto")
     tokenizer = AutoTokenizer.from_pretrained(a.model)
-    lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    lora = stock_lora()
 else:
-    model, tokenizer = Fast.from_pretrained(a.model, max_seq_length=LONGEST, load_in_4bit=True, dtype=torch.bfloat16)
-    checkpointing = "unsloth" if a.impl == "unsloth" and gc else gc
-    model = Fast.get_peft_model(
-        model,
-        r=16,
-        lora_alpha=16,
-        lora_dropout=0,
-        target_modules=targets,
-        bias="none",
-        random_state=0,
-        use_gradient_checkpointing=checkpointing,
-    )
+    model, tokenizer = load_fast(a.impl, a.model, max_seq_length=LONGEST, checkpointing=gc)
 
 
 class Clock(TrainerCallback):
@@ -164,7 +143,4 @@ row = {
 if "num_tokens" in log[-1]:  # counted by TRL, padding left out
     counted = log[-1]["num_tokens"] - log[WARMUP - 1]["num_tokens"]
     row["real_tokens_s"] = round(counted / (clock.ends[-1] - clock.ends[WARMUP - 1]))
-print(json.dumps(row), flush=True)
-if a.out:
-    with open(a.out, "a") as out:
-        out.write(json.dumps(row) + "\n")
+say(row, a.out)

@@ -8,6 +8,7 @@ with another autocast state than its forward had, so the state travels with the 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,3 +42,11 @@ def suspended(device_type: str) -> Any:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def suspended_everywhere() -> Iterator[None]:
+    """Context, or decorator, in which autocast does nothing, neither on the CPU nor on the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    with suspended("cpu"), suspended("cpu" if accelerator is None else accelerator.type):
+        yield

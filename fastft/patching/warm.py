@@ -6,7 +6,8 @@ kernels, through the real launchers, over a few rows: shapes decide what is comp
 
 Meanwhile the model is its user's, and a trainer may exchange what a parameter holds: TRL casts the adapters of a
 quantized model to bfloat16 (`parameter.data = …`). A job that had seen the float32 tensor would then launch the float32
-kernel over half the bytes. So jobs get aliases of the tensors as they were (`_held`), never the parameters.
+kernel over half the bytes. So jobs get aliases of the tensors as they were (`_held`), never the parameters. And since
+that cast comes between here and the first step, the joined matrices are compiled for both dtypes.
 
 A job that fails says so to the debug log and nothing more: the step itself will meet the same error and raise it.
 """
@@ -19,6 +20,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.products import products
 from fastft.autograd.projection import Projection
 from fastft.kernels.cross_entropy import cross_entropy
+from fastft.kernels.nf4 import QuantizedWeight
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 from fastft.kernels.swiglu import swiglu, swiglu_backward
@@ -67,6 +70,7 @@ def start(model: Any) -> None:
         *_layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, device),
         lambda: _loss(vocabulary, dtype, device, ()),
         lambda: _loss(vocabulary, dtype, device, _TRAINER_OUTPUTS),
+        *_jobs_after_a_cast(projections, dtype),
     ]
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="fastft-compile")
     _running[backbone] = [pool.submit(_run, job, device) for job in jobs]
@@ -156,6 +160,28 @@ def _layer_jobs(
         swiglu_backward(grad, kept[:, :intermediate], kept[:, intermediate:], out=(grad, own, up_part))
 
     return [first_norm, second_norm, last_norm, norm_backwards, rotations, activation, activation_backward]
+
+
+def _jobs_after_a_cast(projections: Sequence[Projection], dtype: torch.dtype) -> list[Callable[[], None]]:
+    """One job for each joined matrix that another kernel will make if a trainer makes float32 adapters bfloat16."""
+    q, k, v, o, gate, up, down = projections
+    return [
+        partial(_join_in_bfloat16, group)
+        for group in ((q, k, v), (o,), (gate, up), (down,))
+        if dtype == torch.bfloat16 and any(_is_joined_from_float32(projection) for projection in group)
+    ]
+
+
+def _is_joined_from_float32(projection: Projection) -> bool:
+    a = projection.lora_a
+    return isinstance(projection.weight, QuantizedWeight) and a is not None and a.dtype == torch.float32
+
+
+def _join_in_bfloat16(group: Sequence[Projection]) -> None:
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(torch.bfloat16)
+
+    products([dataclasses.replace(p, lora_a=cast(p.lora_a), lora_b=cast(p.lora_b)) for p in group], torch.bfloat16)
 
 
 def _loss(vocabulary: int, dtype: torch.dtype, device: torch.device, outputs: tuple[str, ...]) -> None:

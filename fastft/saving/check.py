@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastft.autograd.autocast import AutocastState
 from fastft.patching.bitsandbytes import is_linear4bit
 from fastft.patching.registry import stock_only
 
@@ -146,6 +147,9 @@ def _coarsest(model: nn.Module) -> float:
     quantized: list[Any] = [module for module in model.modules() if is_linear4bit(module)]
     for module in quantized:
         dtypes |= {getattr(module, "compute_dtype", None) or torch.float32, module.weight.quant_state.dtype}
+    # Both sides are asked under the caller's autocast: a model of several dtypes may not run without.
+    autocast = AutocastState.current(next(model.parameters()).device.type)
+    dtypes |= {autocast.compute_dtype(dtype) for dtype in dtypes}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastft.autograd.autocast import suspended_everywhere
 from fastft.patching.bitsandbytes import dense_weight, is_linear4bit
 
 __all__ = ["adapter_changes", "base_module", "fold", "is_quantized"]
@@ -58,6 +59,7 @@ def _is_linear8bit(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear8bitLt" and type(module).__module__.startswith("bitsandbytes")
 
 
+@suspended_everywhere()  # float32 must stay float32
 def fold(module: nn.Module, attribute: str, name: str, *, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One parameter or buffer of the plain model.
 

@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fastft.autograd.autocast import suspended_everywhere
 from fastft.patching.plan import inner_model
 from fastft.saving.adapter import check_adapter_target
 from fastft.saving.check import SaveCheckError
@@ -202,6 +203,7 @@ def _write(file: Path, pairs: list[_Pair], alpha: float, config: Any, dtype: str
         writer.close()
 
 
+@suspended_everywhere()
 def _compare(file: Path, pairs: list[_Pair], alpha: float, dtype: str) -> float:
     """Largest relative error of an update, as llama.cpp makes it from the file, on random inputs.
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastft.autograd.autocast import suspended_everywhere
 from fastft.patching.plan import inner_model
 from fastft.saving.check import evaluating
 from fastft.saving.gguf_model import reordered
@@ -64,6 +65,7 @@ class _Watched:
         self.fed: Tensor | None = None  # Σ ‖g‖² x², [in]
         self.felt: Tensor | None = None  # Σ g², [out]
 
+    @suspended_everywhere()  # the model computes as it is used, but sums over many tokens are float32
     def add(self, x: Tensor | None, gradient: Tensor) -> None:
         """Take tokens into account: x [..., in] and the gradient of the output [..., out]."""
         squares = gradient.detach().flatten(0, -2).float().square()

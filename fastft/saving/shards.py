@@ -99,8 +99,7 @@ def _saved(inner: Any, name: str, planned: Tensor, original: OriginalCheckpoint 
                 "model.unmerge_adapter() first, or use base='dequantized'."
             )
         replacement = original.tensor(name, tuple(planned.shape)).to(next(module.parameters()).device)
-    with torch.autocast(_device_type(module), enabled=False):  # float32 must stay float32
-        base, folded = fold(module, attribute, name, base=replacement)
+    base, folded = fold(module, attribute, name, base=replacement)
     if folded.shape != planned.shape:
         raise ValueError(
             f"{name} is {tuple(folded.shape)} in the live model, but {tuple(planned.shape)} by its configuration. If "
@@ -113,10 +112,6 @@ def _saved(inner: Any, name: str, planned: Tensor, original: OriginalCheckpoint 
         reason = "holds inf or NaN" if not _is_finite(folded) else f"does not fit {planned.dtype}"
         raise ValueError(f"{name} {reason}: not saved. Use dtype='bfloat16' or 'float32', or look at the training run.")
     return saved
-
-
-def _device_type(module: Any) -> str:
-    return next((tensor.device.type for tensor in (*module.parameters(), *module.buffers())), "cpu")
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

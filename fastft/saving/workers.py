@@ -3,6 +3,8 @@
 Each thread's torch operations run on that thread alone. torch's own way, all threads on one small operation after
 another, meets at a barrier after each; where the cores are shared, one late thread makes all others wait, hundreds of
 times a piece. (q4_k on two cores with other work on them: 0.2 million weights a second that way, 8 million this way.)
+
+Autocast is a thread's own: here it is off, whatever the caller has on.
 """
 
 from __future__ import annotations

@@ -210,7 +210,8 @@ def test_levels_agree_to_the_bit(tmp_path: pathlib.Path) -> None:
     models.assert_ran_fast(model)
 
 
-def test_kernels_compiled_ahead_are_the_first_step_s(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("cast", [False, True], ids=["as they were", "cast by a trainer"])
+def test_kernels_compiled_ahead_are_the_first_step_s(cast: bool, tmp_path: pathlib.Path) -> None:
     """The step's own launches find every kernel that does not depend on the trainer's call already compiled."""
     from fastft.kernels import backend
     from fastft.patching import warm
@@ -219,6 +220,9 @@ def test_kernels_compiled_ahead_are_the_first_step_s(tmp_path: pathlib.Path) -> 
     model.gradient_checkpointing_enable()
     backend._compiled.clear()
     warm.start(model.get_base_model())
+    for parameter in model.parameters() if cast else ():  # as TRL's trainers do to a quantized model
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
     warm.finish(model.get_base_model().model)
     ahead = {(key[0].__name__, *key[1:]) for key in backend._compiled}
     models.loss_and_gradients(model, models.on_gpu(support.random_batch(length=256, vocabulary=2048)))

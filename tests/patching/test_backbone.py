@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import fastft
-from fastft.patching import decoder_layer
+from fastft.patching import backbone, decoder_layer
 from fastft.patching.plan import inner_model
 from tests import support
 from tests.patching.helpers import (
@@ -386,6 +386,27 @@ def test_generation_past_max_seq_length_is_whole() -> None:
     got = fast.generate(input_ids=ids_of(9), **settings)
     assert got.shape == (1, 17)
     assert torch.equal(got, stock.generate(input_ids=ids_of(9), **settings))
+
+
+def test_positions_are_looked_at_once_for_a_padded_prompt_and_never_for_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C29: looking waits for the device. A row over the limit may be padding; one more token never is such a row."""
+    fast = fastft.patch(support.build_model().eval(), max_seq_length=12)
+    looked: list[int] = []
+    check = backbone._check_length
+    monkeypatch.setattr(
+        backbone, "_check_length", lambda limit, row, kwargs: looked.append(row) or check(limit, row, kwargs)
+    )
+    padded = functional.pad(ids_of(10), (4, 0), value=0)
+    mask = functional.pad(torch.ones(1, 10, dtype=torch.long), (4, 0))
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    got = fast.generate(input_ids=padded, attention_mask=mask, **settings)
+    assert looked == [14]
+    assert torch.equal(got[:, 14:], fast.generate(input_ids=ids_of(10), **settings)[:, 10:])
+    assert looked == [14]
+    with pytest.raises(ValueError, match=r"13 tokens.*max_seq_length=12"):
+        fast.generate(input_ids=ids_of(13), **settings)
 
 
 def test_a_limit_stays_when_the_model_is_patched_again() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import fastft
+from fastft.autograd import products as autograd_products
 from fastft.autograd.attention_half import Norm
 from fastft.kernels.backend import interpreting
+from fastft.kernels.join import join
 from fastft.patching import decoder_layer, registry, warm
 from fastft.patching.families import FAMILIES
 from tests import support
@@ -64,3 +66,38 @@ def test_jobs_keep_the_tensors_they_began_with() -> None:
     for projection, address in zip(held, addresses, strict=True):
         assert projection.weight.dtype == projection.lora_a.dtype == projection.lora_b.dtype == torch.float32
         assert projection.lora_a.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapters", "quantized", "jobs"),
+    [
+        (torch.bfloat16, torch.float32, True, 4),
+        (torch.bfloat16, torch.bfloat16, True, 0),
+        (torch.float16, torch.float32, True, 0),
+        (torch.bfloat16, torch.float32, False, 0),
+    ],
+    ids=["QLoRA", "cast already", "float16", "nothing is joined"],
+)
+def test_matrices_are_joined_from_bfloat16_adapters_too_where_a_trainer_may_cast_them(
+    dtype: torch.dtype, adapters: torch.dtype, quantized: bool, jobs: int, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """TRL makes a 4-bit model's adapters bfloat16 after compiling ahead began, and the first step would compile."""
+    model = support.build_model()
+    model = support.add_lora(support.load_4bit(model, tmp_path, dtype=dtype) if quantized else model.to(dtype))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapters)
+    layer: Any = fastft.patch(model).get_base_model().model.layers[0]
+    family = FAMILIES[registry.site_of(layer).model_type]
+    projections = decoder_layer.reader_of(layer, family).projections(dtype, autocast=True)
+    joined: list[Any] = []
+    monkeypatch.setattr(autograd_products, "join", lambda *a: joined.append(a) or join(*a))
+    found = warm._jobs_after_a_cast(projections, dtype)
+    assert len(found) == jobs
+    for job in found:
+        job()
+    assert [len(weights) for weights, *_ in joined] == [3, 1, 2, 1][:jobs]
+    seen = [(a.lora_a.dtype, a.lora_b.dtype, given) for _, group, given, _ in joined for a in group]
+    assert set(seen) <= {(torch.bfloat16,) * 3}
+    assert len(seen) == (7 if jobs else 0)
+    assert all(p.lora_a.dtype == p.lora_b.dtype == adapters for p in projections), "the model's own are as before"

@@ -129,6 +129,13 @@ def test_importance_is_that_of_gradients_and_inputs() -> None:
     assert len(found.terms) == 2 * 7 + 2
 
 
+def test_importance_is_summed_in_float32_under_autocast() -> None:
+    """In bfloat16 a sum over some hundred texts would not grow any more."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = importance_of(support.add_lora(build()))
+    assert {part.dtype for terms in found.terms.values() for term in terms for part in term} == {torch.float32}
+
+
 def test_a_cost_is_what_the_formula_says() -> None:
     """Σ rowsᵢ columnsⱼ Δᵢⱼ², over all rows from a sample of them; without terms the share of noise."""
     generator = torch.Generator().manual_seed(0)

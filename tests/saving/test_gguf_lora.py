@@ -81,6 +81,14 @@ def test_a_four_bit_model_and_half_precision(tmp_path: pathlib.Path) -> None:
     assert tensors["blk.0.attn_v.weight.lora_b"].shape == (32, 4)
 
 
+def test_a_file_is_checked_in_float32_under_autocast(tmp_path: pathlib.Path) -> None:
+    """Scales go into B (3/8 here), so in bfloat16 the file's B and the live one would be rounded apart."""
+    model = support.add_lora(support.build_model(), **OPTIONS["patterns"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        saved = FastModel.save_gguf_adapter(model, tmp_path / "adapter")
+    assert saved.largest_error < 1e-6
+
+
 def test_one_of_several_adapters(tmp_path: pathlib.Path) -> None:
     from peft import LoraConfig
 

@@ -130,6 +130,17 @@ def test_a_float32_save_of_a_bfloat16_model_in_4_bits_passes(tmp_path: pathlib.P
     assert filecmp.cmp(plain, found, shallow=False)
 
 
+def test_a_float32_model_is_saved_under_autocast_as_without(tmp_path: pathlib.Path) -> None:
+    """Its logits are rounded to bfloat16 there, the live ones and the file's; what is written is not."""
+    model = support.add_lora(support.build_model())
+    FastModel.save_merged(model, None, tmp_path / "plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        saved = FastModel.save_merged(model, None, tmp_path / "merged")
+    assert 1e-4 < saved.difference < saved.allowed < 0.05
+    plain, found = (tmp_path / name / "model.safetensors" for name in ("plain", "merged"))
+    assert filecmp.cmp(plain, found, shallow=False)
+
+
 def test_coarser_float32_products_are_allowed_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As TF32 makes them on a GPU, if torch is told so."""
     name = "model.layers.1.mlp.down_proj.weight"

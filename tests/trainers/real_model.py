@@ -28,14 +28,9 @@ from tests.trainers import cases, harness
 
 def differences(fast: harness.Log, stock: harness.Log) -> Iterator[tuple[float, str, int]]:
     """(difference over the metric's size, name, step) of every value that is neither a time nor an accuracy."""
-    for ours, theirs in zip(fast, stock, strict=True):
-        for name, expected in theirs.items():
-            left_out = (*harness.MEASURED, *harness.ACCURACIES)
-            if not isinstance(expected, (int, float)) or any(word in name for word in left_out):
-                continue
-            if math.isnan(expected) and math.isnan(ours[name]):
-                continue
-            yield abs(ours[name] - expected) / max(1.0, abs(expected)), name, theirs.get("step", -1)
+    for name, step, value, expected in harness.compared(fast, stock):
+        if not harness.is_accuracy(name) and not (math.isnan(expected) and math.isnan(value)):
+            yield abs(value - expected) / max(1.0, abs(expected)), name, -1 if step is None else step
 
 
 def quieted(model: Any) -> Any:

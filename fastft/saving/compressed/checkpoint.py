@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastft.autograd.autocast import suspended_everywhere
 from fastft.patching.registry import stock_only
 from fastft.saving.check import SaveCheckError, ask, probe_tokens
 from fastft.saving.compressed.check import Answers, Measured, check_compressed
@@ -133,6 +134,7 @@ def _tokenizer_in(source: Path) -> Any:
     return AutoTokenizer.from_pretrained(source, local_files_only=True)
 
 
+@suspended_everywhere()  # rounding, GPTQ's sums and the check are in the checkpoint's own dtype
 def write_compressed(
     merged: Path, folder: Path, tokenizer: Any, plan: Plan, max_shard_size: int | str,
     update: Callable[[str], Tensor | None] | None = None,

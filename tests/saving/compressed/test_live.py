@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,17 @@ def test_four_bit_training_ends_in_four_bit_serving(tmp_path: pathlib.Path) -> N
     saved = FastModel.save_compressed(model, byte_level(), tmp_path / "out", scheme="nvfp4a16", dtype="bfloat16")
     assert saved.update_kept == pytest.approx(1, abs=0.03)
     assert saved.bytes < 0.5 * (tmp_path / "base" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("options", [{}, {"scheme": "int8", "calibration": TEXTS}], ids=["fp8", "int8"])
+def test_autocast_changes_nothing(options: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Neither the update that is looked for, nor GPTQ's sums, nor what the check allows."""
+    model = lora()
+    plain = FastModel.save_compressed(model, byte_level(), tmp_path / "plain", **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = FastModel.save_compressed(model, byte_level(), tmp_path / "found", **options)
+    assert (found.update_kept, found.difference) == (plain.update_kept, plain.difference)
+    assert filecmp.cmp(*(tmp_path / name / "model.safetensors" for name in ("plain", "found")), shallow=False)
 
 
 def test_methods_of_the_model(tmp_path: pathlib.Path) -> None:
