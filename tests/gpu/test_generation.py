@@ -85,7 +85,7 @@ def graphs_of(model: Any) -> Any:
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static", "disable_compile": True}])
 def test_replayed_tokens_are_the_eager_ones(model: Any, mode: Any, settings: dict[str, Any]) -> None:
     """To the bit; other prompts with the graphs of the first ones; then another number of rows."""
-    fastft.patch(model, cuda_graphs=True)
+    fastft.release_memory(fastft.patch(model, cuda_graphs=True))
     batches = [prompts(), models.on_gpu({k: v.flip(0) for k, v in prompts().items()}), prompts(rows=3)]
     before, layers = graphs_of(model).replays, model.config.num_hidden_layers
     with mode():
