@@ -50,6 +50,7 @@ class Markers:
         """Where the answers of `text` are, first character and the one past the last."""
         begins, stops = _any_of(self.response), _any_of((*self.stop, *self.response))
         ends = _any_of(self.end, whitespace_optional=True)
+        question = _any_of((self.instruction,) if self.instruction else ())
         found = []
         begin = begins.search(text)
         while begin is not None:
@@ -59,7 +60,11 @@ class Markers:
             end = ends.search(text, start)
             if end and (stop is None or end.start() <= stop.start()):
                 finish = end.end()
-            found.append((start, finish))
+            elif self.end and stop and (asked := question.search(text, start, finish)):
+                # A question without an answer, and the next question behind it.
+                finish = max(start, len(text[: asked.start()].rstrip()))
+            if finish > start:
+                found.append((start, finish))
             begin = begins.search(text, finish)
         return found
 

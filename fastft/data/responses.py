@@ -16,6 +16,7 @@ already, what they mask stays masked, so calling twice changes nothing.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -154,7 +155,7 @@ class Labeller:
             masks = self.exact and has_generation_markers(self.tokenizer.chat_template)
             ids: Mapping[str, Any] = self.tokenizer.apply_chat_template(
                 row["messages"],
-                tools=row.get("tools"),
+                tools=json.loads(tools) if isinstance(tools := row.get("tools"), str) else tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=masks,
@@ -201,6 +202,8 @@ def _labelled(dataset: Any, labeller: Labeller, name: str, num_proc: int | None)
     from datasets import IterableDataset
 
     columns = column_names(dataset)
+    if next(iter(dataset), None) is None:
+        raise ValueError(f"the {name} has no rows, so there is no answer to train on. Its columns are {columns}.")
     if not {"input_ids", "messages", "text"} & set(columns):
         hint = "fastft.data.standardize_chat(dataset) makes messages of the usual chat formats"
         if {"prompt", "completion"} <= set(columns):

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.linear_cross_entropy import EMPTY_BATCH, linear_cross_entropy
-from fastft.patching import registry
+from fastft.patching import documents, registry
 from fastft.patching.approximations import skip_arguments
 from fastft.patching.families import Family
 from fastft.patching.peft import hooked
@@ -221,8 +221,6 @@ def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
         labels = labels.flatten().index_fill(0, starts, IGNORE_INDEX).view(labels.shape)
     two_dimensional = isinstance(mask, Tensor) and mask.shape == labels.shape
     if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and (mask is None or two_dimensional):
-        starts = positions == 0
-        if two_dimensional:
-            starts = starts & nn.functional.pad(mask[:, :-1] != 0, (1, 0)).to(starts.device)
+        starts = documents.first_tokens(positions, mask)
         labels = labels.masked_fill(starts.to(labels.device), IGNORE_INDEX)
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)

@@ -169,6 +169,23 @@ def starts_of(positions: Tensor) -> Tensor:
     return functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
 
 
+def first_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """bool `[rows, length]`: tokens that begin a document as `keep_apart` has it; never waits for the device.
+
+    Args:
+        positions: `[rows or 1, length]`.
+        mask: `[rows, length]`, nonzero where a token is real, or None. With one, documents are looked for only where
+            positions of real tokens restart; behind padding a row's text begins, not another document.
+    """
+    starts = starts_of(positions)
+    if mask is None:
+        return starts
+    real = mask.to(positions.device) != 0
+    real = real & functional.pad(real[:, :-1], (1, 0))  # and the token before
+    restarts = functional.pad(positions.diff(dim=-1) <= 0, (1, 0)) & real
+    return starts & real & restarts.any()
+
+
 def _refuse_what_hides_documents(kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if kwargs.get("use_cache"):

@@ -142,6 +142,17 @@ def test_words_of_an_instruction_inside_an_answer_do_not_end_it() -> None:
     assert [text[start:end] for start, end in markers.spans(text)] == [" he said USER: no</s>"]
 
 
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+@pytest.mark.filterwarnings("ignore:fastft")
+def test_a_question_without_an_answer_is_not_trained(name: str) -> None:
+    """Where a question ends with the marker of an answer ("[/INST]"), the next question is no answer to it."""
+    user, answer = CONVERSATION[1:3]
+    tokenizer = get_chat_template(byte_tokenizer(None), name)
+    ours, truth, _, _ = labels_and_truth(tokenizer, [user, user, answer, user, user, answer])
+    assert any(truth)
+    assert ours == truth
+
+
 def test_explicit_markers_take_the_templates_end_of_turn() -> None:
     tokenizer = byte_tokenizer(CHATML)
     assert explicit_markers(tokenizer, "<|im_start|>user\n", "<|im_start|>assistant\n").end == ("<|im_end|>\n",)
