@@ -22,6 +22,7 @@ GPU_TESTS = Path("tests/gpu/test_kernels.py")
 # As `make test` sets them: one thread a process, no hub, no fork warnings.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 USAGE_ERROR, NOTHING_SELECTED = 4, 5  # pytest's exit statuses
+CUT = "full report in element text]"  # how pytest ends a message that it cut; what is whole is the element's text
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,10 @@ def read_results(path: Path, during: str) -> tuple[int, list[Failure]]:
         test = "::".join(parts) if class_name else file
         failed, broken = case.find("failure"), case.find("error")
         if failed is not None:
-            failures.append(Failure(test, during, failed.get("message") or failed.text or ""))
+            message = failed.get("message") or ""
+            if not message or message.endswith(CUT):
+                message = failed.text or message
+            failures.append(Failure(test, during, message))
         if broken is not None:  # outside the test: the message only says where, the text says what
             failures.append(Failure(test, during, broken.text or broken.get("message") or ""))
         passed += failed is None and broken is None and case.find("skipped") is None
