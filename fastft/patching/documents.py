@@ -20,6 +20,7 @@ A padded batch is a packed one, too: `leave_padding_out` makes its real tokens o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +125,6 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return  # a 4-D or prepared mask says itself who attends to whom
-    if torch.compiler.is_compiling() and mask is None and kwargs.get("use_cache") is False:
-        return  # transformers isolates by position_ids, without looking at the numbers
     documents = _explicit(kwargs, rows, length, device)
     given = documents is not None
     if documents is None:
@@ -242,13 +241,21 @@ def sdpa_masks(module: Any, documents: Documents, padding: Padding | None = None
     """What the backbone takes as `attention_mask` so that its layers get `DocumentMask`s.
 
     Returns:
-        A mask, or one for each layer type where the family makes several; None where transformers must make its own
-        (under a compiler, or layer types this family's declaration does not know).
+        A mask, or one for each layer type where the family makes several; None where transformers must make its own.
+    """
+    return by_layer_type(module, lambda window: DocumentMask(documents, window, padding))
+
+
+def by_layer_type(module: Any, make: Callable[[int | None], Tensor]) -> Any:
+    """`make(window)` once, or once for each layer type, in the shape in which the backbone takes prepared masks.
+
+    Returns:
+        A mask or a dict of them; None for layer types that this family's declaration does not know.
     """
     from fastft.patching import registry
 
     site = registry.site_of(module)
-    if site is None or torch.compiler.is_compiling():
+    if site is None:
         return None
     config, family = module.config, FAMILIES[site.model_type]
     window = getattr(config, "sliding_window", None) if "sliding_window" in family.attention_arguments else None
@@ -256,13 +263,11 @@ def sdpa_masks(module: Any, documents: Documents, padding: Padding | None = None
     if family.masks_by_layer_type:
         if not types <= {"full_attention", "sliding_attention"}:
             return None
-        masks = {"full_attention": DocumentMask(documents, None, padding)}
+        masks = {"full_attention": make(None)}
         if "sliding_attention" in types:
-            masks["sliding_attention"] = DocumentMask(documents, window, padding)
+            masks["sliding_attention"] = make(window)
         return masks
-    if types - {"full_attention"}:
-        return None
-    return DocumentMask(documents, window, padding)
+    return None if types - {"full_attention"} else make(window)
 
 
 def leave_padding_out(module: nn.Module, kwargs: dict[str, Any], mask: Tensor) -> dict[str, Any] | None:

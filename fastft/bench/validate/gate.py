@@ -18,7 +18,6 @@ from fastft.bench.validate.context import Context, StepError, printed, python_mo
 from fastft.bench.validate.state import Failure, State, Verdict, save_state
 
 COMPILE_TESTS = Path("tests/kernels/test_compile.py")
-GPU_TESTS = Path("tests/gpu/test_kernels.py")
 # As `make test` sets them: one thread a process, no hub, no fork warnings.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 USAGE_ERROR, NOTHING_SELECTED = 4, 5  # pytest's exit statuses
@@ -45,8 +44,8 @@ def passes(context: Context) -> list[Pass]:
             chosen.append(
                 Pass("compile", COMPILE_TESTS, (f"{COMPILE_TESTS}::test_compiles_for_every_gpu[{kernel.name}]",))
             )
-    if context.on_gpu and (context.root / GPU_TESTS).is_file():
-        chosen.append(Pass("gpu", GPU_TESTS, (str(GPU_TESTS), "-k", kernel.gpu_tests)))
+    if context.on_gpu and (context.root / kernel.gpu_file).is_file():
+        chosen.append(Pass("gpu", kernel.gpu_file, (str(kernel.gpu_file), "-k", kernel.gpu_tests)))
     return chosen
 
 
