@@ -60,7 +60,8 @@ def train_on_responses_only(
             half of the rows have no answer (one is shown). Nothing has been changed then.
 
     Warns:
-        UserWarning: some rows have no answer: they add nothing to the loss.
+        UserWarning: some rows have no answer: they add nothing to the loss; or the template does not tell a system turn
+            from an answer.
     """
     if instruction_part is not None and response_part is None:
         raise ValueError(
@@ -76,6 +77,12 @@ def train_on_responses_only(
         )
     if response_part is None:
         markers = probe_markers(tokenizer)
+        if markers.system_like_answers:
+            warnings.warn(
+                "fastft: the tokenizer's chat template sets a system turn off as it does an answer, so rows with one "
+                "would train on the wrong turns. Where there are such rows, give instruction_part and response_part.",
+                stacklevel=2,
+            )
     else:
         markers = explicit_markers(tokenizer, instruction_part, response_part)
     labeller = Labeller(tokenizer, markers, last_response_only=last_response_only, exact=response_part is None)
