@@ -125,10 +125,8 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return  # a 4-D or prepared mask says itself who attends to whom
-    documents = _explicit(kwargs, rows, length, device)
-    given = documents is not None
-    if documents is None:
-        documents = _by_positions(kwargs, rows, length)
+    given = isinstance(kwargs.get("cu_seq_lens_q"), Tensor)
+    documents = documents_in(kwargs, rows, length, device)
     if documents is None or len(documents.lengths) == rows:
         return
     documents.device = device  # the boundaries may have come on another
@@ -137,6 +135,39 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
     if given:
         _agree_on_positions(kwargs, documents)
     _tell(module, kwargs, documents, given)
+
+
+def documents_in(kwargs: dict[str, Any], rows: int, length: int, device: torch.device) -> Documents | None:
+    """The documents of a batch, by the boundaries that came with it, else by its positions; None: these say nothing.
+
+    Raises:
+        ValueError: the boundaries are of another batch.
+    """
+    return _explicit(kwargs, rows, length, device) or _by_positions(kwargs, rows, length)
+
+
+def spelled_out(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with `labels` in which packed documents are plain to stock transformers too: what `fastft.verify` runs.
+
+    Stock isolates by positions alone, where no mask and no cache stands in the way, and counts what labels say: so
+    the documents' first tokens are masked, positions are there, and a mask of ones is not.
+
+    Raises:
+        ValueError: the documents cannot be kept apart.
+    """
+    rows, length = batch["labels"].shape
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return batch
+    documents = documents_in(batch, rows, length, batch["labels"].device)
+    if documents is None or len(documents.lengths) == rows:
+        return batch
+    _refuse_what_hides_documents(batch)
+    starts = documents.boundaries[:-1].to(batch["labels"].device, torch.long)
+    labels = batch["labels"].flatten().index_fill(0, starts, -100).view(rows, length)
+    changed = {**batch, "labels": labels, "attention_mask": None, "use_cache": False}
+    _agree_on_positions(changed, documents)
+    return changed
 
 
 def _explicit(kwargs: dict[str, Any], rows: int, length: int, device: torch.device) -> Documents | None:

@@ -69,7 +69,7 @@ def _positions(boundaries: Tensor, rows: int, length: int) -> Tensor:
 
 
 def _masks(module: Any, positions: Tensor, mask: Tensor) -> Any:
-    """What the backbone takes as `attention_mask`: causal, inside a document, to real tokens; else transformers' own."""
+    """What the backbone takes as `attention_mask`: causal, inside a document, to real tokens."""
     backend = implementation_of(module)
     if backend not in ("sdpa", "eager"):
         raise ValueError(

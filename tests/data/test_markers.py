@@ -163,7 +163,7 @@ SLOPPY = (
 )
 
 
-@pytest.mark.parametrize("template", [ALIKE, SLOPPY])
+@pytest.mark.parametrize("template", [ALIKE, SLOPPY], ids=["alike", "sloppy"])
 def test_a_system_turn_that_looks_like_an_answer_is_warned_of(template: str) -> None:
     """With three turns that look alike, every second one is an answer only if no system turn stands before them."""
     tokenizer = byte_tokenizer(template)
