@@ -2288,6 +2288,30 @@ _REVIEW = (
         ],
     ),
     *_faults(
+        "patching/causal_lm.py",
+        "tests/patching/test_causal_lm.py::test_a_head_trained_as_a_copy_needs_no_logits",
+        [
+            (
+                "",
+                "the loss reads the head that modules_to_save has replaced",
+                "return head.modules_to_save[active[0]] if active else head.original_module",
+                "return head.original_module",
+            ),
+            (
+                "",
+                "the trained head stays with adapters switched off",
+                "if head.disable_adapters or any(",
+                "if any(",
+            ),
+            (
+                "",
+                "a hook on the wrapper of the head is passed by",
+                "if hooked(layer.__dict__) or hooked(head.__dict__):",
+                "if hooked(layer.__dict__):",
+            ),
+        ],
+    ),
+    *_faults(
         "patching/traced_documents.py",
         _TRACED,
         [
