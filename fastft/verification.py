@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fastft.kernels.rms_norm import NormMode, rms_norm_torch
 from fastft.loading.adapter import seeded
-from fastft.patching import bitsandbytes, causal_lm, registry
+from fastft.patching import bitsandbytes, causal_lm, documents, registry
 from fastft.patching.families import FAMILIES
 from fastft.patching.plan import inner_model, unplan
 
@@ -153,7 +153,8 @@ def verify(
 
     Args:
         model: a planned transformers or PEFT model with something to train.
-        batch: keywords of the model call, with `labels`; tensors on the model's device.
+        batch: keywords of the model call, with `labels`; tensors on the model's device. Stock lets packed documents
+            attend to each other, and learn each other's first token, unless all is said just so; here it is.
         reference: also run a dense copy in this dtype (`torch.float64`; needs that much memory), and measure both
             against it.
         autocast: run both under autocast in this dtype, as Trainer does with `bf16=True`.
@@ -173,6 +174,7 @@ def verify(
         raise ValueError("fastft.verify: nothing in this model trains (every parameter has requires_grad=False).")
     if batch.get("labels") is None:
         raise ValueError("fastft.verify: the batch has no labels; without them there is no loss to compare.")
+    batch = documents.spelled_out(dict(batch))
     with _prepared(model, trainable, seed):
         fast = _run(model, batch, trainable, autocast, seed)
         with registry.stock_only():

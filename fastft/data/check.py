@@ -113,7 +113,11 @@ def check_dataset(trainer: Any, *, max_examples: int = 2000, show: bool = True) 
         missing = "training dataset" if trainer.train_dataset is None else "processing_class (a tokenizer)"
         raise ValueError(f"the trainer has no {missing}, so there is nothing to check. Give it one when making it.")
     counts = _Counts(
-        tokenizer, _stop_tokens(trainer, tokenizer), getattr(trainer.args, "max_length", None), trainer.model
+        tokenizer,
+        _stop_tokens(trainer, tokenizer),
+        getattr(trainer.args, "max_length", None),
+        trainer.model,
+        splits=_splits(trainer.args),
     )
     for input_ids, labels in _documents(trainer, max_examples, tokenizer.pad_token_id):
         counts.add(input_ids, labels)
@@ -125,6 +129,11 @@ def check_dataset(trainer: Any, *, max_examples: int = 2000, show: bool = True) 
     return check
 
 
+def _splits(args: Any) -> bool:
+    """Whether packing goes on in the next row with what does not fit into one: nothing is cut off then."""
+    return bool(getattr(args, "packing", False)) and getattr(args, "packing_strategy", "bfd") != "bfd"
+
+
 def _documents(trainer: Any, max_examples: int, pad_token_id: int | None) -> Iterator[tuple[list[int], list[int]]]:
     """`input_ids` and `labels` of each document, as the trainer's own collator makes them, padding left off."""
     rows, collate = _rows_and_collator(trainer)
@@ -134,8 +143,9 @@ def _documents(trainer: Any, max_examples: int, pad_token_id: int | None) -> Ite
         if "input_ids" not in collated or "labels" not in collated:
             raise ValueError(
                 f"the trainer's collator makes {sorted(collated)}; without input_ids and labels there is no telling "
-                "what is "
-                "trained. Use a collator that keeps the labels column, e.g. transformers.DataCollatorForSeq2Seq."
+                "what is trained. Trainers of preferences (DPO, KTO, …), rewards and generation have none, and are not "
+                "checked; elsewhere use a collator that keeps the labels column, e.g. "
+                "transformers.DataCollatorForSeq2Seq."
             )
         for row in range(len(collated["input_ids"])):
             yield from _split(collated, row, pad_token_id)
@@ -194,8 +204,10 @@ def _stop_tokens(trainer: Any, tokenizer: Any) -> set[int]:
 class _Counts:
     """Adds documents up, and judges the sums."""
 
-    def __init__(self, tokenizer: Any, stops: set[int], max_length: int | None, model: Any) -> None:
-        self.tokenizer, self.stops, self.max_length = tokenizer, stops, max_length
+    def __init__(
+        self, tokenizer: Any, stops: set[int], max_length: int | None, model: Any, *, splits: bool = False
+    ) -> None:
+        self.tokenizer, self.stops, self.max_length, self.splits = tokenizer, stops, max_length, splits
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self.limit = min((limit for limit in (max_length, positions) if limit is not None), default=None)
         self.bos: int | None = tokenizer.bos_token_id
@@ -217,7 +229,8 @@ class _Counts:
         self.double_bos += self.bos is not None and input_ids[:2] == [self.bos, self.bos]
         self.no_bos += input_ids[0] != self.bos
         # White space may follow the end of the last turn ("<|im_end|>\n").
-        self.cut += len(input_ids) == self.max_length and not self.stops & set(input_ids[-2:])
+        full = len(input_ids) == self.max_length and not self.splits
+        self.cut += full and not self.stops & set(input_ids[-2:])
         self.too_long += self.limit is not None and len(input_ids) > self.limit
         self.longest = max(self.longest, len(input_ids))
         key = tuple(input_ids)

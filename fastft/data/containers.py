@@ -25,7 +25,9 @@ def each(datasets: Any, apply: Callable[[str, Any], Any], name: str) -> Any:
 
 
 def column_names(dataset: Any) -> list[str]:
-    """Names of the columns; a stream that does not know them is asked for its first row."""
+    """Names of the columns; a stream that does not know them is asked for its first row (none: no columns)."""
     from trl.data_utils import get_dataset_column_names
 
+    if dataset.column_names is None and next(iter(dataset), None) is None:
+        return []
     return list(get_dataset_column_names(dataset))

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 USER, ANSWER = ("qprobeuserone", "qprobeusertwo"), ("qprobeanswerone", "qprobeanswertwo")
+SYSTEM = "qprobesystem"
 REASONING, TOOL_NAME, ARGUMENT, RESULT = "qprobereasoning", "qprobetool", "qprobeargument", "qproberesult"
 
 # What a marker is cut at: special tokens in their usual spellings, words, and single characters.
@@ -39,17 +40,20 @@ class Markers:
         end: an answer ends with any of these, included: it is what the model must learn to stop with.
         stop: an answer ends before any of these.
         instruction: what a user turn begins with; for messages, None where the template shows none.
+        system_like_answers: the template sets a system turn off as it does an answer (or loses the answers behind one).
     """
 
     response: tuple[str, ...]
     end: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     instruction: str | None = None
+    system_like_answers: bool = False
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where the answers of `text` are, first character and the one past the last."""
         begins, stops = _any_of(self.response), _any_of((*self.stop, *self.response))
         ends = _any_of(self.end, whitespace_optional=True)
+        question = _any_of((self.instruction,) if self.instruction else ())
         found = []
         begin = begins.search(text)
         while begin is not None:
@@ -59,7 +63,11 @@ class Markers:
             end = ends.search(text, start)
             if end and (stop is None or end.start() <= stop.start()):
                 finish = end.end()
-            found.append((start, finish))
+            elif self.end and stop and (asked := question.search(text, start, finish)):
+                # A question without an answer, and the next question behind it.
+                finish = max(start, len(text[: asked.start()].rstrip()))
+            if finish > start:
+                found.append((start, finish))
             begin = begins.search(text, finish)
         return found
 
@@ -68,7 +76,8 @@ def probe_markers(tokenizer: Any) -> Markers:
     """The markers of the tokenizer's own chat template.
 
     Raises:
-        ValueError: there is no chat template, it does not render a plain conversation, or it shows no marker.
+        ValueError: there is no chat template, it does not render a plain conversation, it shows no marker, or the
+            markers do not tell its answers from its questions.
     """
     from trl.chat_template_utils import supports_tool_calling
 
@@ -82,7 +91,7 @@ def probe_markers(tokenizer: Any) -> Markers:
     markers = _from_conversation(_renderer(tokenizer), special)
     if supports_tool_calling(tokenizer):
         markers = _with_tool_turns(markers, _renderer(tokenizer), special)
-    return markers
+    return _tried(markers, _renderer(tokenizer))
 
 
 def explicit_markers(tokenizer: Any, instruction_part: str | None, response_part: str) -> Markers:
@@ -140,6 +149,28 @@ def _from_conversation(render: Render, special: set[str]) -> Markers:
         instruction = instruction.removeprefix(end.strip()).lstrip()
     stop = (instruction,) if instruction and (not ends or _has(instruction, special)) else ()
     return Markers((response,), ends, stop, instruction or None)
+
+
+def _tried(markers: Markers, render: Render) -> Markers:
+    """`markers`, tried on the conversations that they were made of: they must find the answers and nothing else.
+
+    Raises:
+        ValueError: they find a question, or miss an answer: some templates set off all turns alike.
+    """
+
+    def finds_answers(text: str) -> bool:
+        found = "".join(text[start:end] for start, end in markers.spans(text))
+        return all(word in found for word in ANSWER) and not any(word in found for word in (*USER, SYSTEM))
+
+    turns = [_user(0), _answer(0), _user(1), _answer(1)]
+    whole, with_system = render(turns), render([{"role": "system", "content": SYSTEM}, *turns])
+    if whole is None or not finds_answers(whole):
+        raise ValueError(
+            f"the chat template does not tell answers from questions: behind {' or '.join(map(repr, markers.response))}"
+            f" there is more than answers (a rendered conversation: {whole!r}). Give instruction_part and "
+            "response_part, or take another template."
+        )
+    return replace(markers, system_like_answers=with_system is not None and not finds_answers(with_system))
 
 
 def _before_reasoning(render: Render) -> list[str]:

@@ -16,6 +16,7 @@ already, what they mask stays masked, so calling twice changes nothing.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -59,7 +60,8 @@ def train_on_responses_only(
             half of the rows have no answer (one is shown). Nothing has been changed then.
 
     Warns:
-        UserWarning: some rows have no answer: they add nothing to the loss.
+        UserWarning: some rows have no answer: they add nothing to the loss; or the template does not tell a system turn
+            from an answer.
     """
     if instruction_part is not None and response_part is None:
         raise ValueError(
@@ -75,6 +77,12 @@ def train_on_responses_only(
         )
     if response_part is None:
         markers = probe_markers(tokenizer)
+        if markers.system_like_answers:
+            warnings.warn(
+                "fastft: the tokenizer's chat template sets a system turn off as it does an answer, so rows with one "
+                "would train on the wrong turns. Where there are such rows, give instruction_part and response_part.",
+                stacklevel=2,
+            )
     else:
         markers = explicit_markers(tokenizer, instruction_part, response_part)
     labeller = Labeller(tokenizer, markers, last_response_only=last_response_only, exact=response_part is None)
@@ -154,7 +162,7 @@ class Labeller:
             masks = self.exact and has_generation_markers(self.tokenizer.chat_template)
             ids: Mapping[str, Any] = self.tokenizer.apply_chat_template(
                 row["messages"],
-                tools=row.get("tools"),
+                tools=json.loads(tools) if isinstance(tools := row.get("tools"), str) else tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=masks,
@@ -201,6 +209,8 @@ def _labelled(dataset: Any, labeller: Labeller, name: str, num_proc: int | None)
     from datasets import IterableDataset
 
     columns = column_names(dataset)
+    if next(iter(dataset), None) is None:
+        raise ValueError(f"the {name} has no rows, so there is no answer to train on. Its columns are {columns}.")
     if not {"input_ids", "messages", "text"} & set(columns):
         hint = "fastft.data.standardize_chat(dataset) makes messages of the usual chat formats"
         if {"prompt", "completion"} <= set(columns):

@@ -8,8 +8,9 @@ column stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from fastft.data.containers import column_names, each
@@ -17,6 +18,9 @@ from fastft.data.containers import column_names, each
 CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
 ANSWERS = ("output", "response")
 SYSTEM = ("system", "system_prompt")
+SPEAKERS = ("role", "from")  # the first that is not None counts: rows of both kinds in one file have all the keys
+WORDS = ("content", "value")
+ROWS_SEEN = 100  # to tell a dataset's shape by
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
@@ -49,17 +53,23 @@ def _standardized(name: str, dataset: Any, num_proc: int | None) -> Any:
     from datasets import Dataset
 
     columns = column_names(dataset)
-    first = next(iter(dataset), None)
-    if first is None:
+    rows = list(islice(dataset, ROWS_SEEN))
+    if not rows:
         raise ValueError(f"{name} has no rows; its columns are {columns}.")
-    conversion = _conversion(name, columns, first)
+    conversion = _conversion(name, columns, {column: _first_value(rows, column) for column in columns})
     removed = [column for column in conversion.columns if column != "messages"]
     options = {"num_proc": num_proc, "desc": f"Converting {name} to messages"} if isinstance(dataset, Dataset) else {}
     return dataset.map(conversion, with_indices=True, remove_columns=removed, **options)
 
 
+def _first_value(rows: Iterable[Mapping[str, Any]], column: str) -> Any:
+    """The first that says something of the column's shape: neither None nor an empty list, if there is one."""
+    values = [row.get(column) for row in rows]
+    return next((value for value in values if value), next((value for value in values if value is not None), None))
+
+
 def _conversion(name: str, columns: list[str], first: Mapping[str, Any]) -> Conversion:
-    """How rows like `first` become messages."""
+    """How rows become messages whose first values are `first`."""
     lists = [column for column in CONVERSATIONS if column in columns and _is_conversation(first[column])]
     if len(lists) > 1:
         raise ValueError(
@@ -75,8 +85,8 @@ def _conversion(name: str, columns: list[str], first: Mapping[str, Any]) -> Conv
         return Conversion(name, answer=answer, system=system, **extra)
     raise ValueError(
         f"{name} is in no chat format known here; its columns are {columns}. Known are a list of messages with role "
-        "and "
-        f"content or from and value in one of {', '.join(CONVERSATIONS)}, and instruction, (input,) output. "
+        "(or from) and "
+        f"content (or value) in one of {', '.join(CONVERSATIONS)}, and instruction, (input,) output. "
         "Rename columns with dataset.rename_column, or map the rows to messages yourself."
     )
 
@@ -85,12 +95,13 @@ def _is_conversation(value: Any) -> bool:
     if not isinstance(value, list):
         return False
     return all(
-        isinstance(message, dict) and ({"role", "content"} <= message.keys() or _has_from(message)) for message in value
+        isinstance(message, dict) and message.keys() & set(SPEAKERS) and message.keys() & set(WORDS)
+        for message in value
     )
 
 
-def _has_from(message: Mapping[str, Any]) -> bool:
-    return {"from", "value"} <= message.keys()
+def _first_of(message: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ class Conversion:
         if self.conversation is not None:
             messages = [self._message(message, index) for message in row[self.conversation] or []]
         else:
-            messages = self._alpaca(row)
+            messages = self._alpaca(row, index)
         system = row[self.system] if self.system else None
         if system:
             if messages and messages[0]["role"] == "system" and messages[0]["content"] != system:
@@ -138,23 +149,31 @@ class Conversion:
         return {"messages": messages}
 
     def _message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        renamed = {"from": "role", "value": "content"} if _has_from(message) else {}
-        result = {renamed.get(key, key): value for key, value in message.items()}
-        role = _ROLE_OF.get(str(result.get("role")).strip().lower())
+        speaker, content = _first_of(message, SPEAKERS), _first_of(message, WORDS)
+        role = _ROLE_OF.get(str(speaker).strip().lower())
         if role is None:
             raise ValueError(
-                f"row {index} of {self.name} has a message by {result.get('role')!r}; roles known here are "
+                f"row {index} of {self.name} has a message by {speaker!r}; roles known here are "
                 f"{', '.join(sorted(_ROLE_OF))}. Map it to one of those first."
             )
-        if result.get("content") is None and not result.get("tool_calls"):
+        if content is None and not message.get("tool_calls"):
             raise ValueError(f"row {index} of {self.name} has a message by {role} without text: {dict(message)!r}.")
-        return {"role": role, "content": result.pop("content", None), **(result | {"role": role})}
+        others = {key: value for key, value in message.items() if key not in (*SPEAKERS, *WORDS)}
+        return {"role": role, "content": content, **others}
 
-    def _alpaca(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _alpaca(self, row: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
         assert self.answer is not None
-        messages = []
-        for question, answer in (row[self.history] or []) if self.history else []:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         given = row[self.input] if self.input else None
         question = f"{row['instruction']}\n\n{given}" if given else row["instruction"]
-        return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": row[self.answer]}]
+        turns = [*((row[self.history] or []) if self.history else []), (question, row[self.answer])]
+        if any(text is None for turn in turns for text in turn) or row["instruction"] is None:
+            raise ValueError(
+                f"row {index} of {self.name} has a question or an answer without text (None), which a template would "
+                f"spell out: {dict(row)!r}. Leave such rows out: dataset.filter(lambda row: row[{self.answer!r}] is "
+                "not None)."
+            )
+        return [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]

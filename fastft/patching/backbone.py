@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.patching import decoder_layer, documents, levels, registry, trl
+from fastft.patching import decoder_layer, documents, levels, registry, traced_documents, trl
 from fastft.patching.attention import has_cache
 from fastft.training import watch
 
@@ -29,7 +29,9 @@ def before_forward(
         return None
     if torch.compiler.is_compiling():  # a trace reads nothing that changes from step to step; see compiled.py
         site.compiled = True
-        return args, {"use_cache": False, **kwargs} if module.training else kwargs
+        if module.training:
+            kwargs = {"use_cache": False, **kwargs}
+        return args, traced_documents.keep_apart(module, args, kwargs)
     trl.install()
     _finish_compiling(module)
     registry.running_backbones().add(module)

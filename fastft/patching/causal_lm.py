@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft.autograd.autocast import AutocastState, suspended
 from fastft.autograd.linear_cross_entropy import EMPTY_BATCH, linear_cross_entropy
-from fastft.patching import registry
+from fastft.patching import documents, registry
 from fastft.patching.approximations import skip_arguments
 from fastft.patching.families import Family
 from fastft.patching.peft import hooked
@@ -134,9 +134,25 @@ def _stock_reason(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> st
 
 def head_reason(head: Any) -> str | None:
     """Why the output embedding is not the plain linear layer that the loss multiplies with, or None."""
-    if type(head) is not nn.Linear:
-        return f"lm_head is {type(head).__module__}.{type(head).__qualname__}, not a plain linear layer"
-    return "lm_head has a hook or its own forward" if hooked(head.__dict__) else None
+    layer = trained_copy(head)
+    if type(layer) is not nn.Linear:
+        return f"lm_head is {type(layer).__module__}.{type(layer).__qualname__}, not a plain linear layer"
+    if hooked(layer.__dict__) or hooked(head.__dict__):
+        return "lm_head has a hook or its own forward"
+    return None
+
+
+def trained_copy(head: Any) -> Any:
+    """The module that answers for the output embedding: of PEFT's `modules_to_save` the copy in use, else itself.
+
+    Which copy that is, is the wrapper's own rule: the active adapter's, or the original with adapters switched off.
+    """
+    if type(head).__qualname__ != "ModulesToSaveWrapper" or type(head).__module__ != "peft.utils.other":
+        return head
+    active = list(head.active_adapters)
+    if head.disable_adapters or any(name not in head.modules_to_save for name in active):
+        return head.original_module
+    return head.modules_to_save[active[0]] if active else head.original_module
 
 
 def _forward(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +163,7 @@ def _forward(model: Any, site: registry.Site, kwargs: dict[str, Any]) -> Any:
     backbone = getattr(model, model.base_model_prefix)
     outputs = backbone(**{k: v for k, v in kwargs.items() if k not in CONSUMED}, return_dict=True)
     hidden = outputs.last_hidden_state  # [batch, sequence, hidden]
-    head = model.get_output_embeddings()
+    head = trained_copy(model.get_output_embeddings())
     loss = causal_lm_loss(hidden, head, kwargs, site)
     others = {k: v for k, v in outputs.items() if k != "last_hidden_state"}
     if kwargs.get("return_logits"):
@@ -221,8 +237,6 @@ def shifted_labels(kwargs: dict[str, Any]) -> Tensor:
         labels = labels.flatten().index_fill(0, starts, IGNORE_INDEX).view(labels.shape)
     two_dimensional = isinstance(mask, Tensor) and mask.shape == labels.shape
     if isinstance(positions, Tensor) and positions.shape[-1] == labels.shape[-1] and (mask is None or two_dimensional):
-        starts = positions == 0
-        if two_dimensional:
-            starts = starts & nn.functional.pad(mask[:, :-1] != 0, (1, 0)).to(starts.device)
+        starts = documents.first_tokens(positions, mask)
         labels = labels.masked_fill(starts.to(labels.device), IGNORE_INDEX)
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)

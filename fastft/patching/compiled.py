@@ -105,7 +105,7 @@ def _causal_lm(model: Any, original: Callable[..., Any], *args: Any, **kwargs: A
         kwargs.update(zip(causal_lm.positional_names(original), args, strict=False))
     wants_logits = kwargs.pop("return_logits", None) or not model.training
     keep = kwargs.get("logits_to_keep")
-    head = model.get_output_embeddings()
+    head = causal_lm.trained_copy(model.get_output_embeddings())
     own_loss = model.__dict__.get("_loss_function") is not None or getattr(model, "loss_type", None) != "ForCausalLM"
     if kwargs.get("labels") is None or isinstance(keep, Tensor) or keep or own_loss or type(head) is not nn.Linear:
         return original(model, **kwargs)

@@ -21,6 +21,7 @@ little longer, where CUDA graphs want rows alike: `lengthen` puts a last documen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +131,8 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return  # a 4-D or prepared mask says itself who attends to whom
-    if torch.compiler.is_compiling() and mask is None and kwargs.get("use_cache") is False:
-        return  # transformers isolates by position_ids, without looking at the numbers
-    documents = _explicit(kwargs, rows, length, device)
-    given = documents is not None
-    if documents is None:
-        documents = _by_positions(kwargs, rows, length)
+    given = isinstance(kwargs.get("cu_seq_lens_q"), Tensor)
+    documents = documents_in(kwargs, rows, length, device)
     if documents is None or len(documents.lengths) == rows:
         return
     documents.device = device  # the boundaries may have come on another
@@ -144,6 +141,39 @@ def keep_apart(module: nn.Module, kwargs: dict[str, Any], rows: int, length: int
     if given:
         _agree_on_positions(kwargs, documents)
     _tell(module, kwargs, documents, given)
+
+
+def documents_in(kwargs: dict[str, Any], rows: int, length: int, device: torch.device) -> Documents | None:
+    """The documents of a batch, by the boundaries that came with it, else by its positions; None: these say nothing.
+
+    Raises:
+        ValueError: the boundaries are of another batch.
+    """
+    return _explicit(kwargs, rows, length, device) or _by_positions(kwargs, rows, length)
+
+
+def spelled_out(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with `labels` in which packed documents are plain to stock transformers too: what `fastft.verify` runs.
+
+    Stock isolates by positions alone, where no mask and no cache stands in the way, and counts what labels say: so
+    the documents' first tokens are masked, positions are there, and a mask of ones is not.
+
+    Raises:
+        ValueError: the documents cannot be kept apart.
+    """
+    rows, length = batch["labels"].shape
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return batch
+    documents = documents_in(batch, rows, length, batch["labels"].device)
+    if documents is None or len(documents.lengths) == rows:
+        return batch
+    _refuse_what_hides_documents(batch)
+    starts = documents.boundaries[:-1].to(batch["labels"].device, torch.long)
+    labels = batch["labels"].flatten().index_fill(0, starts, -100).view(rows, length)
+    changed = {**batch, "labels": labels, "attention_mask": None, "use_cache": False}
+    _agree_on_positions(changed, documents)
+    return changed
 
 
 def _explicit(kwargs: dict[str, Any], rows: int, length: int, device: torch.device) -> Documents | None:
@@ -173,6 +203,23 @@ def _by_positions(kwargs: dict[str, Any], rows: int, length: int) -> Documents |
 def starts_of(positions: Tensor) -> Tensor:
     """bool like `positions` `[rows, length]`: where a document begins, by transformers' rule (not one further)."""
     return functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+
+
+def first_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """bool `[rows, length]`: tokens that begin a document as `keep_apart` has it; never waits for the device.
+
+    Args:
+        positions: `[rows or 1, length]`.
+        mask: `[rows, length]`, nonzero where a token is real, or None. With one, documents are looked for only where
+            positions of real tokens restart; behind padding a row's text begins, not another document.
+    """
+    starts = starts_of(positions)
+    if mask is None:
+        return starts
+    real = mask.to(positions.device) != 0
+    real = real & functional.pad(real[:, :-1], (1, 0))  # and the token before
+    restarts = functional.pad(positions.diff(dim=-1) <= 0, (1, 0)) & real
+    return starts & real & restarts.any()
 
 
 def _refuse_what_hides_documents(kwargs: dict[str, Any]) -> None:
@@ -231,13 +278,21 @@ def sdpa_masks(module: Any, documents: Documents, padding: Padding | None = None
     """What the backbone takes as `attention_mask` so that its layers get `DocumentMask`s.
 
     Returns:
-        A mask, or one for each layer type where the family makes several; None where transformers must make its own
-        (under a compiler, or layer types this family's declaration does not know).
+        A mask, or one for each layer type where the family makes several; None where transformers must make its own.
+    """
+    return by_layer_type(module, lambda window: DocumentMask(documents, window, padding))
+
+
+def by_layer_type(module: Any, make: Callable[[int | None], Tensor]) -> Any:
+    """`make(window)` once, or once for each layer type, in the shape in which the backbone takes prepared masks.
+
+    Returns:
+        A mask or a dict of them; None for layer types that this family's declaration does not know.
     """
     from fastft.patching import registry
 
     site = registry.site_of(module)
-    if site is None or torch.compiler.is_compiling():
+    if site is None:
         return None
     config, family = module.config, FAMILIES[site.model_type]
     window = getattr(config, "sliding_window", None) if "sliding_window" in family.attention_arguments else None
@@ -245,13 +300,11 @@ def sdpa_masks(module: Any, documents: Documents, padding: Padding | None = None
     if family.masks_by_layer_type:
         if not types <= {"full_attention", "sliding_attention"}:
             return None
-        masks = {"full_attention": DocumentMask(documents, None, padding)}
+        masks = {"full_attention": make(None)}
         if "sliding_attention" in types:
-            masks["sliding_attention"] = DocumentMask(documents, window, padding)
+            masks["sliding_attention"] = make(window)
         return masks
-    if types - {"full_attention"}:
-        return None
-    return DocumentMask(documents, window, padding)
+    return None if types - {"full_attention"} else make(window)
 
 
 def leave_padding_out(module: nn.Module, kwargs: dict[str, Any], mask: Tensor) -> dict[str, Any] | None:

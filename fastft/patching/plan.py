@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -86,13 +87,17 @@ def patch(
     Raises:
         TypeError: if `model` is not a transformers model.
         RuntimeError: with `strict`, naming the first part that would run stock and why.
-        ValueError: for a budget, a level or an approximation that is not known.
+        ValueError: for a budget, a level or an approximation that is not known, or a `max_seq_length` below 1.
     """
     inner = inner_model(model)
     if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
         raise TypeError(
             f"fastft.patch takes a transformers model or a PEFT model around one, got {type(model).__name__}. "
             "Load it with FastModel.from_pretrained or AutoModelForCausalLM.from_pretrained first."
+        )
+    if max_seq_length is not None and (not isinstance(max_seq_length, Integral) or max_seq_length < 1):
+        raise ValueError(
+            f"max_seq_length={max_seq_length!r} is no number of tokens. Give 1 or more, or None for no limit."
         )
     model_type = getattr(inner.config, "model_type", None)
     family = FAMILIES.get(str(model_type))

@@ -135,6 +135,21 @@ def test_each_mistake_has_its_warning(model: Any, tmp_path: pathlib.Path) -> Non
     assert check((good, good), (good, good), ([*good[:2], eos], [*good[:2], eos])).duplicates == 1
 
 
+@pytest.mark.parametrize(("strategy", "cut"), [("bfd", 1), ("bfd_split", 0), ("wrapped", 0)])
+def test_what_packing_goes_on_with_in_the_next_row_is_not_cut(
+    model: Any, tmp_path: pathlib.Path, strategy: str, cut: int
+) -> None:
+    from transformers import DataCollatorForSeq2Seq
+
+    tokenizer = byte_tokenizer(None)
+    row = [11, 12, 13, 14]
+    trainer = plain_trainer(
+        model, tokenizer, [{"input_ids": row, "labels": row}], tmp_path, DataCollatorForSeq2Seq(tokenizer)
+    )
+    trainer.args.max_length, trainer.args.packing, trainer.args.packing_strategy = len(row), True, strategy
+    assert fastft.check_dataset(trainer, show=False).cut == cut
+
+
 def test_what_cannot_be_checked_is_refused(model: Any, tokenizer: Any, tmp_path: pathlib.Path) -> None:
     trainer = make_trainer(tokenizer, tmp_path, ROWS, model=model)
     trainer.data_collator = lambda rows: {"input_ids": torch.zeros(1, 1)}

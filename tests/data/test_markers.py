@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import transformers
+from datasets import Dataset
 from packaging.version import Version
 
+import fastft
 from fastft.data import CHAT_TEMPLATES, get_chat_template
 from fastft.data.markers import Markers, explicit_markers, probe_markers
 from fastft.data.responses import Labeller
@@ -140,6 +142,46 @@ def test_words_of_an_instruction_inside_an_answer_do_not_end_it() -> None:
     markers = probe_markers(byte_tokenizer(template))
     text = "USER: hi ASSISTANT: he said USER: no</s>USER: ok"
     assert [text[start:end] for start, end in markers.spans(text)] == [" he said USER: no</s>"]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+@pytest.mark.filterwarnings("ignore:fastft")
+def test_a_question_without_an_answer_is_not_trained(name: str) -> None:
+    """Where a question ends with the marker of an answer ("[/INST]"), the next question is no answer to it."""
+    user, answer = CONVERSATION[1:3]
+    tokenizer = get_chat_template(byte_tokenizer(None), name)
+    ours, truth, _, _ = labels_and_truth(tokenizer, [user, user, answer, user, user, answer])
+    assert any(truth)
+    assert ours == truth
+
+
+ALIKE = "{% for message in messages %}<turn>{{ message.content }}</turn>{% endfor %}"
+SLOPPY = (
+    "{% for message in messages %}{% if message.role == 'user' %}Human: {{ message.content }}\n"
+    "{% else %}Assistant: {{ message.content }}</s>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [ALIKE, SLOPPY], ids=["alike", "sloppy"])
+def test_a_system_turn_that_looks_like_an_answer_is_warned_of(template: str) -> None:
+    """With three turns that look alike, every second one is an answer only if no system turn stands before them."""
+    tokenizer = byte_tokenizer(template)
+    assert probe_markers(tokenizer).system_like_answers
+    assert not probe_markers(byte_tokenizer()).system_like_answers
+    row = {"text": tokenizer.apply_chat_template(CONVERSATION[1:], tokenize=False)}
+    with pytest.warns(UserWarning, match="system turn off as it does an answer"):
+        fastft.train_on_responses_only(Dataset.from_list([row]), tokenizer=tokenizer)
+
+
+def test_a_template_whose_questions_would_be_trained_is_refused() -> None:
+    """Here every turn begins and ends alike, and questions are said once more behind the answer."""
+    template = (
+        "{% for message in messages %}[{{ message.content }}]"
+        "{% if message.role == 'assistant' %}[{{ messages[loop.index0 - 1].content }}]{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="does not tell answers from questions"):
+        probe_markers(byte_tokenizer(template))
 
 
 def test_explicit_markers_take_the_templates_end_of_turn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import pathlib
 import pickle
 import warnings
@@ -227,6 +228,26 @@ def test_what_is_missing_is_said(tokenizer: Any, rows: Any) -> None:
         fastft.train_on_responses_only(Dataset.from_list(rows), "<|im_start|>user\n", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="is a list"):
         fastft.train_on_responses_only(rows, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_dataset_without_rows_is_refused(tokenizer: Any, rows: Any, streamed: bool) -> None:
+    empty = IterableDataset.from_generator(lambda: iter([])) if streamed else Dataset.from_list(rows).select([])
+    with pytest.raises(ValueError, match="has no rows"):
+        fastft.train_on_responses_only(empty, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="has no rows"):
+        fastft.standardize_chat(empty)
+
+
+def test_tools_may_be_json_text_as_trl_has_it(tokenizer: Any, rows: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    plain, text = (
+        fastft.train_on_responses_only(
+            Dataset.from_list([rows[0] | {"tools": given}]), tokenizer=tokenizer
+        ).select_columns(["input_ids", "labels"])[0]
+        for given in (tools, json.dumps(tools))
+    )
+    assert plain == text
 
 
 def test_processes_give_the_same_labels(tokenizer: Any, rows: Any) -> None:

@@ -94,8 +94,28 @@ def test_streams_and_dicts_stay_what_they_are() -> None:
         ([{"messages": MESSAGES}, {"messages": [{"role": "narrator", "content": "x"}]}], r"row 1 .*'narrator'"),
         ([{"messages": [{"role": "user", "content": None}]}], r"row 0 .*without text"),
         ([{"messages": ["Q", "A"]}], r"columns are \['messages'\]"),
+        ([{"instruction": "Q", "output": "A"}, {"instruction": "Q", "output": None}], r"row 1 .*without text"),
+        ([{"instruction": "Q", "output": "A", "history": [["q", None]]}], r"row 0 .*without text"),
     ],
 )
 def test_anything_else_is_refused_with_its_name(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         standardize_chat(Dataset.from_list(rows))
+
+
+def test_a_first_row_that_says_nothing_decides_nothing() -> None:
+    """None and [] are rows like others; their neighbours tell the shape."""
+    turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    done = standardize_chat(Dataset.from_list([{"conversations": rows} for rows in (None, [], turns)]))
+    expected = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert done["messages"] == [[], [], expected]
+
+
+def test_rows_of_both_kinds_in_one_file_and_mixed_keys() -> None:
+    """Arrow gives each message all keys of all messages, None where it had none."""
+    sharegpt, mixed = [{"from": "human", "value": "Q"}], [{"from": "human", "content": "Q"}]
+    role = [{"role": "user", "content": "Q"}]
+    expected = [{"role": "user", "content": "Q"}]
+    done = standardize_chat(Dataset.from_list([{"conversations": rows} for rows in (role, sharegpt)]))
+    assert done["messages"] == [expected, expected]
+    assert standardize_chat(Dataset.from_list([{"conversations": mixed}]))["messages"] == [expected]

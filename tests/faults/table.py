@@ -1664,8 +1664,8 @@ _PACKING = [
             (
                 "windows_hold_inside_documents[qwen2-sdpa]",
                 "a sliding layer gets the full mask",
-                'masks["sliding_attention"] = DocumentMask(documents, window, padding)',
-                'masks["sliding_attention"] = DocumentMask(documents, None, padding)',
+                'masks["sliding_attention"] = make(window)',
+                'masks["sliding_attention"] = make(None)',
             ),
             (
                 "padding_left_out_changes_no_loss_and_no_gradient_c26[left-llama]",
@@ -2425,6 +2425,137 @@ _LEFT_OVERS = (
     ),
 )
 
+_TRACED = "tests/patching/test_traced_documents.py::test_a_compiled_graph_keeps_documents_apart_c27_c28"
+_VERIFY_PACKED = "tests/test_verification.py::test_packed_documents_are_compared_with_documents_kept_apart"
+
+_REVIEW = (
+    *_faults(
+        "patching/documents.py",
+        _PACKED,
+        [
+            (
+                "[1-positions that begin anywhere-sdpa]",
+                "only position 0 begins a document",
+                "    starts = starts_of(positions)\n    if mask is None:",
+                "    starts = positions == 0\n    if mask is None:",
+            ),
+            (
+                "[2-positions that begin anywhere, all-ones mask-sdpa]",
+                "beside a mask nothing begins",
+                "return starts & real & restarts.any()",
+                "return starts & ~real & restarts.any()",
+            ),
+            (
+                "tests/patching/test_documents.py::test_a_target_is_left_out_where_attention_is_kept_apart",
+                "the first token behind padding is no target",
+                "    real = real & functional.pad(real[:, :-1], (1, 0))  # and the token before\n",
+                "",
+            ),
+            (
+                f"{_VERIFY_PACKED}[positions]",
+                "verify counts a document's first token in stock alone",
+                'labels = batch["labels"].flatten().index_fill(0, starts, -100).view(rows, length)',
+                'labels = batch["labels"]',
+            ),
+            (
+                f"{_VERIFY_PACKED}[all-ones mask]",
+                "verify leaves the mask that hides documents from stock",
+                '{**batch, "labels": labels, "attention_mask": None, "use_cache": False}',
+                '{**batch, "labels": labels, "use_cache": False}',
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/causal_lm.py",
+        "tests/patching/test_causal_lm.py::test_a_head_trained_as_a_copy_needs_no_logits",
+        [
+            (
+                "",
+                "the loss reads the head that modules_to_save has replaced",
+                "return head.modules_to_save[active[0]] if active else head.original_module",
+                "return head.original_module",
+            ),
+            (
+                "",
+                "the trained head stays with adapters switched off",
+                "if head.disable_adapters or any(",
+                "if any(",
+            ),
+            (
+                "",
+                "a hook on the wrapper of the head is passed by",
+                "if hooked(layer.__dict__) or hooked(head.__dict__):",
+                "if hooked(layer.__dict__):",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/traced_documents.py",
+        _TRACED,
+        [
+            (
+                "[all-ones mask-llama-settings1]",
+                "a graph takes a masked row for one document",
+                "allowed = (owner[:, :, None] == owner[:, None, :]) & (mask[:, None, :] != 0)",
+                "allowed = (owner[:, :, None] >= owner[:, None, :]) & (mask[:, None, :] != 0)",
+            ),
+            (
+                "[padding, one document a row-llama-settings3]",
+                "a graph attends to padding",
+                "allowed = (owner[:, :, None] == owner[:, None, :]) & (mask[:, None, :] != 0)",
+                "allowed = owner[:, :, None] == owner[:, None, :]",
+            ),
+            (
+                "[all-ones mask-mistral-settings5]",
+                "the window of a graph is one wider",
+                "(distance >= 0) & (distance < window)",
+                "(distance >= 0) & (distance <= window)",
+            ),
+            (
+                "[boundaries-llama-settings2]",
+                "positions by boundaries are of the document before",
+                "torch.searchsorted(boundaries, line, right=True) - 1",
+                "torch.searchsorted(boundaries, line) - 1",
+            ),
+        ],
+    ),
+    *_faults(
+        "data/markers.py",
+        "tests/data/test_markers.py::test_",
+        [
+            (
+                "a_question_without_an_answer_is_not_trained[mistral]",
+                "a question without an answer is trained with the next",
+                "elif self.end and stop and (asked",
+                "elif not self.end and stop and (asked",
+            ),
+            (
+                "a_system_turn_that_looks_like_an_answer_is_warned_of[sloppy]",
+                "other turns among the answers are let pass",
+                "all(word in found for word in ANSWER) and not any(word in found for word in (*USER, SYSTEM))",
+                "all(word in found for word in ANSWER)",
+            ),
+        ],
+    ),
+    *_faults(
+        "data/check.py",
+        "tests/data/test_check.py::test_what_packing_goes_on_with_in_the_next_row_is_not_cut",
+        [
+            (
+                "[wrapped-0]",
+                "rows that packing splits count as cut",
+                "len(input_ids) == self.max_length and not self.splits",
+                "len(input_ids) == self.max_length",
+            ),
+        ],
+    ),
+    *_faults(
+        "bench/validate/gate.py",
+        "tests/bench/validate/test_gate.py::test_a_long_message_is_not_the_one_that_pytest_cut",
+        [("", "a message is shown as pytest cut it", "if not message or message.endswith(CUT):", "if not message:")],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -2441,4 +2572,5 @@ FAULTS: tuple[Fault, ...] = (
     *_COMPRESSED,
     *_EXPORT,
     *_LEFT_OVERS,
+    *_REVIEW,
 )

@@ -152,6 +152,16 @@ def test_a_planned_model_is_one_graph_with_our_operators_c58(family: str, adapte
     assert any("traced by torch.compile" in note for note in fastft.report(model).notes)
 
 
+def test_a_head_trained_as_a_copy_has_its_loss_in_one_operator() -> None:
+    """PEFT's `modules_to_save=["lm_head"]`: no logits in the graph."""
+    model = fastft.patch(
+        support.add_lora(support.build_model(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    counter = counting()
+    assert_same_step(model, torch.compile(model, fullgraph=True, backend=counter), support.random_batch())
+    assert operators_in(counter.graphs[-1])["linear_cross_entropy"] == 1
+
+
 @pytest.mark.slow
 def test_qlora_keeps_adapter_and_4_bit_weight_in_one_operator(tiny_qlora: Any) -> None:
     """And follows PEFT's state: with adapters disabled the base alone runs."""

@@ -97,6 +97,12 @@ def test_rotary_scaling(rope_type: str, level: str) -> None:
         assert {0.125, 1.0} <= {round(ratio, 6) for ratio in ratios.tolist()}
 
 
+@pytest.mark.parametrize("limit", [0, -1, "64", 64.5])
+def test_a_max_seq_length_that_is_none_is_refused_at_once(limit: Any) -> None:
+    with pytest.raises(ValueError, match="is no number of tokens"):
+        fastft.patch(support.build_model(), max_seq_length=limit)
+
+
 def test_max_seq_length_leaves_the_rotary_configuration_alone() -> None:
     """C23: a limit above the native window changes what length is allowed, nothing else."""
     stock, fast = twins(roped("llama3"), max_seq_length=1024)

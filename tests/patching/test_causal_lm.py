@@ -297,7 +297,39 @@ def test_embeddings_and_head_requested(how: str, batch: Batch) -> None:
     torch.optim.SGD(trainable(fast), lr=0.1).step()
     assert all(not torch.equal(p, before[n]) for n, p in fast.named_parameters() if n in before)
     assert runs(fast, "decoder layer") == (2, 0)
-    assert rows(fast, "lm_head + loss")[0].runs == "stock"
+    assert rows(fast, "lm_head + loss")[0].runs == ("stock" if how == "target_modules" else "fast")
+
+
+def test_a_head_trained_as_a_copy_needs_no_logits(batch: Batch) -> None:
+    """`modules_to_save` puts a wrapper in the head's place; which copy counts is read at each call, as PEFT does."""
+    from peft import LoraConfig
+
+    model = support.add_lora(support.build_model(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    support.randomize_adapters(model, seed=9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    stock, fast = twins(model)
+    losses = []
+    for adapter in ("default", "other", "default"):
+        stock.set_adapter(adapter)
+        fast.set_adapter(adapter)
+        got = step(fast, batch)
+        assert_same_step(step(stock, batch), got)
+        assert any(f"modules_to_save.{adapter}" in name for name in got.gradients)
+        losses.append(got.loss)
+    assert losses[0] == losses[2] != losses[1]
+    with stock.disable_adapter(), fast.disable_adapter():
+        assert relative_error(fast(**batch).loss.detach(), stock(**batch).loss.detach()) < 1e-6
+    assert fast(**batch).logits is None
+    fast.eval()
+    stock.eval()
+    torch.testing.assert_close(fast(**batch).logits, stock(**batch).logits)
+    assert rows(fast, "lm_head + loss")[0].stock_runs == 0
+    fast.base_model.model.lm_head.register_forward_hook(lambda *_: None)
+    assert "hook" in rows(fast, "lm_head + loss")[0].reason
 
 
 @pytest.mark.parametrize("which", ["model.norm", "norm", "input_layernorm"])

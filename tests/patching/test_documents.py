@@ -24,6 +24,8 @@ LENGTHS = (4, 7, 1, 6)
 TOTAL = sum(LENGTHS)
 ENDS = torch.tensor([0, 4, 11, 12, 18], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+BACK = torch.repeat_interleave(torch.tensor([5, 3, 9, 1]), torch.tensor(LENGTHS))[None]  # where each document begins
+AHEAD = torch.repeat_interleave(torch.tensor([0, 10, 30, 40]), torch.tensor(LENGTHS))[None]
 WINDOWS = {
     "mistral": {"sliding_window": 3},
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
@@ -124,6 +126,12 @@ PACKINGS: dict[str, Any] = {
         "position_ids": POSITIONS.repeat(rows, 1),
         "attention_mask": torch.ones(rows, TOTAL).long(),
     },
+    "positions that begin anywhere": lambda rows: {"position_ids": (POSITIONS + BACK).repeat(rows, 1)},
+    "positions that begin anywhere, all-ones mask": lambda rows: {
+        "position_ids": (POSITIONS + BACK).repeat(rows, 1),
+        "attention_mask": torch.ones(rows, TOTAL).long(),
+    },
+    "positions that jump ahead": lambda rows: {"position_ids": (POSITIONS + AHEAD).repeat(rows, 1)},
     "boundaries alone": lambda rows: {"cu_seq_lens_q": torch.cat([ENDS + TOTAL * i for i in range(rows)]).unique()},
 }
 
@@ -136,6 +144,22 @@ def test_a_packed_loss_is_the_token_weighted_mean_of_separate_ones_c27_c28(
 ) -> None:
     """C27, C28; labels are the ids themselves: the first token of a later document must not be a target."""
     assert_same(patched(backend), ids(rows), PACKINGS[packing](rows))
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "begin"),
+    [
+        ([1, 1, 0, 1, 2, 3], [0, 0, 1, 1, 1, 1], []),  # behind padding a text begins, not another document
+        ([0, 1, 2, 7, 8, 9], [1, 1, 1, 1, 1, 1], []),  # with a mask a jump ahead keeps nobody apart
+        ([0, 1, 2, 7, 0, 1], [1, 1, 1, 1, 1, 1], [3, 4]),  # until something restarts: then it does
+        ([0, 1, 2, 7, 0, 1], None, [0, 3, 4]),
+    ],
+)
+def test_a_target_is_left_out_where_attention_is_kept_apart(
+    positions: list[int], mask: list[int] | None, begin: list[int]
+) -> None:
+    found = documents.first_tokens(torch.tensor([positions]), None if mask is None else torch.tensor([mask]))
+    assert found[0].nonzero().flatten().tolist() == begin
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flash_x"])

@@ -19,9 +19,17 @@ KERNELS = Path("fastft/kernels")
 TESTS = Path("tests/kernels")
 HELPERS = ("fastft.kernels", "tests")  # imports that are part of the code under test, and of its tests
 
-# Where another name is used than the kernel file's.
-BENCH_NAMES = {"nf4": "dequantize"}
-GPU_TESTS = {"nf4": "dequantization", "cross_entropy": "cross_entropy or a_label_outside"}
+# Where another name is used than the kernel file's. A kernel that runs inside an operation is measured as that one.
+BENCH_NAMES = {"nf4": "dequantize", "join": "lora_linear", "fold": "lora_linear"}
+TESTED_WITH = {"fold": "join"}  # whose launch it is a part of
+# On a CUDA machine: the file under tests/gpu, and the expression that selects the kernel's tests in it.
+GPU_TESTS = {
+    "nf4": ("test_kernels", "dequantization"),
+    "cross_entropy": ("test_kernels", "cross_entropy or a_label_outside"),
+    "join": ("test_parity", "qlora_gradients_of_each_tiny_family or flat_scales"),
+    "fold": ("test_levels", "folded"),
+    "sparse_product": ("test_sparse_product", "not milliseconds"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,14 @@ class Kernel:
         return BENCH_NAMES.get(self.name, self.name)
 
     @property
+    def gpu_file(self) -> Path:
+        """Where its tests on a CUDA machine are."""
+        return Path("tests/gpu") / f"{GPU_TESTS.get(self.name, ('test_kernels', ''))[0]}.py"
+
+    @property
     def gpu_tests(self) -> str:
-        """The expression that selects its tests in tests/gpu/test_kernels.py."""
-        return GPU_TESTS.get(self.name, self.name)
+        """The expression that selects them there."""
+        return GPU_TESTS.get(self.name, ("", self.name))[1]
 
 
 def find_root(package: Path | None = None) -> Path:
@@ -80,7 +93,7 @@ def find_kernel(root: Path, name: str) -> Kernel:
     known = known_kernels(root)
     if name not in known:
         raise StepError(f"there is no kernel {name!r} in {root / KERNELS}. Known: {', '.join(known)}.")
-    kernel = Kernel(name, KERNELS / f"{name}.py", TESTS / f"test_{name}.py")
+    kernel = Kernel(name, KERNELS / f"{name}.py", TESTS / f"test_{TESTED_WITH.get(name, name)}.py")
     if not (root / kernel.tests).is_file():
         raise StepError(f"{kernel.source} has no tests: write {kernel.tests} first.")
     return kernel

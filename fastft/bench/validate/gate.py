@@ -18,10 +18,10 @@ from fastft.bench.validate.context import Context, StepError, printed, python_mo
 from fastft.bench.validate.state import Failure, State, Verdict, save_state
 
 COMPILE_TESTS = Path("tests/kernels/test_compile.py")
-GPU_TESTS = Path("tests/gpu/test_kernels.py")
 # As `make test` sets them: one thread a process, no hub, no fork warnings.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 USAGE_ERROR, NOTHING_SELECTED = 4, 5  # pytest's exit statuses
+CUT = "full report in element text]"  # how pytest ends a message that it cut; what is whole is the element's text
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def passes(context: Context) -> list[Pass]:
             chosen.append(
                 Pass("compile", COMPILE_TESTS, (f"{COMPILE_TESTS}::test_compiles_for_every_gpu[{kernel.name}]",))
             )
-    if context.on_gpu and (context.root / GPU_TESTS).is_file():
-        chosen.append(Pass("gpu", GPU_TESTS, (str(GPU_TESTS), "-k", kernel.gpu_tests)))
+    if context.on_gpu and (context.root / kernel.gpu_file).is_file():
+        chosen.append(Pass("gpu", kernel.gpu_file, (str(kernel.gpu_file), "-k", kernel.gpu_tests)))
     return chosen
 
 
@@ -145,7 +145,10 @@ def read_results(path: Path, during: str) -> tuple[int, list[Failure]]:
         test = "::".join(parts) if class_name else file
         failed, broken = case.find("failure"), case.find("error")
         if failed is not None:
-            failures.append(Failure(test, during, failed.get("message") or failed.text or ""))
+            message = failed.get("message") or ""
+            if not message or message.endswith(CUT):
+                message = failed.text or message
+            failures.append(Failure(test, during, message))
         if broken is not None:  # outside the test: the message only says where, the text says what
             failures.append(Failure(test, during, broken.text or broken.get("message") or ""))
         passed += failed is None and broken is None and case.find("skipped") is None

@@ -98,6 +98,12 @@ def benchmark(context: Context, sizes: Sizes) -> tuple[list[Comparison], dict[st
     with context.console.status("Benchmark"):
         completed = python_module(context, BENCH, *arguments)
     (context.folder / "bench.log").write_text(printed(completed, lines=100_000), encoding="utf-8")
+    if completed.returncode and context.kernel.bench_name not in OPERATIONS:
+        raise StepError(
+            f"the tests are green, and there is nothing to measure: {context.kernel.name} has no operation in "
+            f"fastft/bench/operations ({', '.join(OPERATIONS)}). Write one beside these and enter it in OPERATIONS.\n"
+            f"{printed(completed)}"
+        )
     if completed.returncode or not path.is_file():
         raise StepError(f"`fastft {' '.join(arguments)}` failed:\n{printed(completed)}")
     rows = read_rows(path)

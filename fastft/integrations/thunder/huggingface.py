@@ -61,6 +61,7 @@ class Prepared:
         self.notes: list[str] = []
         self.norms = self.mlps = 0
         self._bound: list[tuple[nn.Module, Any]] = []
+        self._embedding: Any = None  # the model whose hook on the input embedding was taken off
 
     def bind(self, module: nn.Module, function: Any) -> bool:
         """Bind `function` as the instance's forward, unless it has one of its own."""
@@ -78,6 +79,15 @@ class Prepared:
             if module.__dict__.get("forward") is method:
                 del module.__dict__["forward"]
         self._bound.clear()
+        if self._embedding is not None:
+            self._embedding.enable_input_require_grads()
+            self._embedding = None
+
+    def take_hook_off(self, inner: Any) -> None:
+        """Take off the hook that makes embeddings require a gradient, if the model has it."""
+        if getattr(inner, "_require_grads_hooks", None):
+            inner.disable_input_require_grads()
+            self._embedding = inner
 
 
 def prepare_hf(model: nn.Module) -> Prepared:
@@ -103,8 +113,7 @@ def prepare_hf(model: nn.Module) -> Prepared:
             "fastft.unpatch(model) first; under Thunder the executor 'fastft' brings the kernels in."
         )
     prepared = Prepared(model)
-    if hasattr(inner, "disable_input_require_grads") and hasattr(inner, "_require_grads_hooks"):
-        inner.disable_input_require_grads()  # type: ignore[operator]
+    prepared.take_hook_off(inner)
     claim_apply_rotary_pos_emb()
     claim_repeat_kv()
     for owner in {id(backbone): backbone, id(inner): inner}.values():

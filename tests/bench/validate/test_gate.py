@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from fastft.bench.validate.context import ExitCode, StepError
+from fastft.bench.validate.gate import read_results
 from tests.bench.validate.bed import KERNEL, Bed, junit
 
 
@@ -66,6 +70,17 @@ def test_the_third_failed_version_locks_with_tests_messages_and_diff(bed: Bed) -
     assert "version 0" not in bed.printed
     assert "--reset" in bed.printed
     assert not bed.programs.ran("fastft.cli bench")
+
+
+def test_a_long_message_is_not_the_one_that_pytest_cut(tmp_path: pathlib.Path) -> None:
+    """pytest 9.2 cuts what it puts into the attribute after 500 characters; a row of numbers is longer."""
+    test, results = tmp_path / "test_long.py", tmp_path / "results.xml"
+    test.write_text("def test_long():\n    raise ValueError('\\n'.join(f'number {i}' for i in range(99)))\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    subprocess.run([*command, "-o", "junit_family=xunit1", str(test)], cwd=tmp_path, check=False, capture_output=True)
+    passed, failures = read_results(results, "twins")
+    assert (passed, len(failures)) == (0, 1)
+    assert all(f"number {i}" in failures[0].message for i in range(99))
 
 
 def test_while_locked_new_code_is_refused_too(bed: Bed) -> None:

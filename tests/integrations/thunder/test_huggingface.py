@@ -62,6 +62,22 @@ def test_what_prepare_hf_binds_computes_what_the_modules_compute() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_hook_on_the_embeddings_comes_back(enabled: bool) -> None:
+    """PEFT sets it for gradient checkpointing: without it reentrant checkpoints leave adapters without a gradient."""
+    model = support.build_model()
+    model.requires_grad_(False)
+    if enabled:
+        model.enable_input_require_grads()
+    prepared = fastft_thunder.prepare_hf(model)
+    ids = torch.ones(1, 3, dtype=torch.long)
+    assert not model.model.embed_tokens(ids).requires_grad
+    prepared.undo()
+    prepared.undo()
+    assert model.model.embed_tokens(ids).requires_grad is enabled
+    assert len(model.model.embed_tokens._forward_hooks) == enabled
+
+
 def test_a_planned_model_and_no_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"fastft\.unpatch"):
         fastft_thunder.prepare_hf(fastft.patch(support.build_model()))
