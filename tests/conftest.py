@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 
@@ -42,6 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_cuda)
         if not trl_trains and item.get_closest_marker("trl"):
             item.add_marker(no_trl)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is there to stay: the garbage collector need not walk it again and again.
+
+    It is half a million objects and a third of a second each time, a tenth of all the time the tests take.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
