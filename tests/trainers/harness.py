@@ -119,7 +119,7 @@ def compare(case: Case, folder: pathlib.Path) -> None:
 
 
 def assert_trained(log: Log) -> None:
-    """The reference run itself must mean something: finite losses at every step, gradients that change and are not zero.
+    """The reference run itself must mean something: a finite loss a step, gradients that change and are not zero.
 
     GRPO's loss is itself near zero on policy: the advantages of a group sum to zero.
     """
