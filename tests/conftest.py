@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pathlib
@@ -94,6 +95,13 @@ def tiny_qlora(tiny_llama: Any, tmp_path: pathlib.Path) -> Any:
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
     return support.random_batch()
+
+
+@pytest.fixture
+def one_gguf_name_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers works out the same map of a GGUF's tensor names anew for every submodule: 5 s for 30 layers."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
 
 
 @pytest.fixture(scope="session")
