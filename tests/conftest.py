@@ -24,10 +24,12 @@ from packaging.version import Version
 from tests import support
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+KERNEL_TESTS = pathlib.Path(__file__).parent / "kernels"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/gpu is a `gpu` test; `gpu` and `trl` tests are skipped where they cannot run.
+    """Under tests/gpu all are `gpu` tests, under tests/kernels `kernel` tests; `gpu` and `trl` are skipped if need be.
 
     TRL 1.15 launches its loss as a Triton kernel on the CPU too, and has no other: it trains there in Triton's
     interpreter only (`TRITON_INTERPRET=1`), stock models included. 1.16 has a torch path.
@@ -40,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+        if KERNEL_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.kernel)
         if not has_cuda and item.get_closest_marker("gpu"):
             item.add_marker(no_cuda)
         if not trl_trains and item.get_closest_marker("trl"):
