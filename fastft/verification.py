@@ -322,7 +322,9 @@ def _norm_in_own_dtype(module: Any, mode: NormMode, x: Tensor) -> Tensor:
 
 def _dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     weight = bitsandbytes.dense_weight(layer, layer.weight.quant_state.dtype).to(dtype)
-    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None, device=weight.device, dtype=dtype)
+    dense = nn.utils.skip_init(
+        nn.Linear, weight.shape[1], weight.shape[0], bias=layer.bias is not None, device=weight.device, dtype=dtype
+    )
     with torch.no_grad():
         dense.weight.copy_(weight)
         if layer.bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import pathlib
 from typing import Any
@@ -99,12 +100,13 @@ def test_sft_follows_stock_for_ten_steps(folder: pathlib.Path, tmp_path: pathlib
     from datasets import Dataset
 
     sums = [f"{a} plus {b} is {a + b}." for a in range(2, 9) for b in range(11, 14)]
+    loaded, tokenizer = load(folder, "nf4-nested", torch.float32)
+    for module in loaded.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # stock would be corrupted by its own evaluation
     logs = []
     for name in ("stock", "fast"):
-        model, tokenizer = load(folder, "nf4-nested", torch.float32)
-        for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False  # stock would be corrupted by its own evaluation
+        model = copy.deepcopy(loaded)
         if name == "fast":
             fastft.patch(model)
         data = Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in sums]})

@@ -13,6 +13,7 @@ from datasets import Dataset
 import fastft
 from fastft.patching import registry
 from tests import support
+from tests.kernels.reference import INTERPRETED
 
 
 def rows(count: int, seed: int = 0, supervised: bool = True) -> Dataset:
@@ -140,24 +141,28 @@ def assert_ran_fast(model: Any, forwards: int | None = None) -> None:
 def test_sft_of_a_4bit_model_follows_stock_with_an_evaluation_in_the_middle(
     tmp_path: pathlib.Path, tokenizer: Any, checkpointing: bool, level: str
 ) -> None:
-    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: the planner, or the level that was named."""
+    """24 steps with SFTTrainer, NF4 nested, LoRA on the seven; C46: the planner, or the level that was named.
+
+    In Triton's interpreter, where TRL 1.15's own loss takes a second a step, 6.
+    """
+    steps = 6 if INTERPRETED else 24
     stock = support.add_lora(support.load_4bit(support.build_model(), tmp_path / "base"))
     fast = fastft.patch(copy.deepcopy(stock), memory_levels="recompute" if level == "recompute" else None)
     settings = {
-        "max_steps": 24,
+        "max_steps": steps,
         "eval_strategy": "steps",
-        "eval_steps": 8,
+        "eval_steps": steps // 3,
         "eval_dataset": rows(6, seed=9),
         "gradient_checkpointing": checkpointing,
         "learning_rate": 2e-3,
     }
     stock_log = run_sft(stock, tmp_path / "stock", rows(32), tokenizer, **settings)
     fast_log = run_sft(fast, tmp_path / "fast", rows(32), tokenizer, **settings)
-    assert len(curve(stock_log, "loss")) == 24
+    assert len(curve(stock_log, "loss")) == steps
     assert curve(stock_log, "loss")[-1] < curve(stock_log, "loss")[0]
     # TRL keeps the adapters of a 4-bit model in bf16: each step rounds, and the norm has steps of 2**-6 from 2 to 4
     assert_same_curve(fast_log, stock_log, 2e-3, grad_norm=2**-6 * 1.01)
-    assert_ran_fast(fast, forwards=24 + 3)  # one forward a step and layer, three evaluations of one batch
+    assert_ran_fast(fast, forwards=steps + 3)  # one forward a step and layer, three evaluations of one batch
     assert {s.level for m in fast.modules() if (s := registry.site_of(m)) and s.part == "decoder layer"} == {level}
     assert "mean_token_accuracy" in fast_log[0]
     assert "entropy" in fast_log[0]

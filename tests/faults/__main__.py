@@ -1,8 +1,8 @@
 """`python -m tests.faults`: plant every fault of the table, one at a time, and see its test go red.
 
 A test that stays green over a fault made for it proves nothing, so that fails the run; so does a fault whose old text
-is not found exactly once. Workers (worker.py), two at a time, share the table: Triton kernels are judged in Triton's
-interpreter, the other faults are two workers' work.
+is not found exactly once. Four workers (worker.py), two at a time, share the table: Triton kernels are judged in
+Triton's interpreter, which is a process's choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faults.table import FAULTS, Fault
 
 NOT_RUN = {"verdict": "broken", "seconds": 0.0, "error": "not run"}
 ROOT = pathlib.Path(__file__).parents[2]
-PARTS = (("0", "0::2"), ("0", "1::2"), ("1", "0::1"))  # TRITON_INTERPRET, and which of those faults
+PARTS = (("0", "0::2"), ("0", "1::2"), ("1", "0::2"), ("1", "1::2"))  # TRITON_INTERPRET, and which of those faults
 STYLES = {
     "red": "[red]red[/red]",
     "green": "[bold green]GREEN[/bold green]",

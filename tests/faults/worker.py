@@ -1,17 +1,24 @@
 """Plants faults one at a time: a process that has imported what is heavy, and forks once per fault.
 
-    TRITON_INTERPRET=1 python -m tests.faults.worker 0::1     the faults of Triton kernels
-    python -m tests.faults.worker 0::2                        every second one of the others, from the first
+    TRITON_INTERPRET=1 python -m tests.faults.worker 0::2     every second fault of a Triton kernel, from the first
+    python -m tests.faults.worker 1::2                        every second one of the others, from the second
 
 Each child copies the package to a temporary folder, puts the fault into the copy, imports fastft from there (before
 pytest can find the checkout, installed or not), and runs the named test in-process. The checkout is never written. One
 JSON line per result goes to standard output.
+
+A test of a few milliseconds costs its child half a second, and cost it more than a second before three things were
+seen to: the garbage collector does not look again at the half million objects that the parent has imported (pytest
+alone collects twice at its end), the bytecode of all files but the faulted one is copied with them, and what a library
+works out at its first call is worked out before the fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -24,6 +31,7 @@ import time
 
 import pytest
 
+from tests import support
 from tests.faults.table import FAULTS, Fault
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,10 +43,24 @@ PRELOADED = (
     "transformers.models.olmo2.modeling_olmo2",
     "transformers.modeling_utils",
     "transformers.trainer",
-    "peft",
+    "transformers.integrations.bitsandbytes",
+    "peft.tuners.lora.bnb",
+    "peft.utils.transformers_weight_conversion",
     "bitsandbytes.functional",
     "datasets",
+    "gguf",
+    "rich.table",
     "trl.chat_template_utils",
+    "numpy.ctypeslib",
+    "pdb",  # pytest's
+    "tomllib",  # pytest's
+)
+PYTEST_OPTIONS = (
+    *("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts="),
+    "--disable-plugin-autoload",  # of those installed it needs none: wait() is the time limit
+    # No one reads why a planted fault's test failed, and where CI is set pytest compares two files' bytes in full for
+    # it, which takes minutes.
+    *("--assert=plain", "--tb=short"),
 )
 SECONDS_PER_FAULT = 60
 CRASHES = (-signal.SIGSEGV, -signal.SIGBUS)
@@ -53,6 +75,9 @@ def main() -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for name in (*PRELOADED, *(("triton.language",) if interpreted else ())):
         importlib.import_module(name)
+    support.add_lora(support.build_model("llama"))  # transformers and peft fill their own caches
+    gc.collect()
+    gc.freeze()
     assert not any(name.partition(".")[0] == "fastft" for name in sys.modules)
     first, _, step = sys.argv[1].partition("::")
     faults = [fault for fault in FAULTS if fault.interpreted == interpreted][int(first) :: int(step)]
@@ -109,17 +134,12 @@ def run_child(folder: pathlib.Path, log: pathlib.Path, fault: Fault | None, test
         with log.open("w") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
-            sys.dont_write_bytecode = True
             os.chdir(ROOT)
             copy = plant(folder, fault)
             sys.path.insert(0, str(folder))
             fastft = importlib.import_module("fastft")
             assert pathlib.Path(fastft.__file__).is_relative_to(copy), f"imported {fastft.__file__}"
-            options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-            # No one reads why a planted fault's test failed, and where CI is set pytest compares two files' bytes in
-            # full for it, which takes minutes.
-            options += ["--assert=plain"]
-            status = int(pytest.main([*options, *tests]))
+            status = int(pytest.main([*PYTEST_OPTIONS, *tests]))
             outside = [
                 name
                 for name, module in sys.modules.items()
@@ -134,14 +154,16 @@ def run_child(folder: pathlib.Path, log: pathlib.Path, fault: Fault | None, test
 
 
 def plant(folder: pathlib.Path, fault: Fault | None) -> pathlib.Path:
-    """A copy of the package in `folder`, with the fault in it."""
+    """A copy of the package in `folder`, with the fault in it: times of files are kept, so bytecode stays valid."""
     copy = folder / "fastft"
-    shutil.copytree(ROOT / "fastft", copy, ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
+    shutil.copytree(ROOT / "fastft", copy, ignore=shutil.ignore_patterns("*.jsonl"))
     if fault is not None:
         path = copy / fault.file
         text = path.read_text(encoding="utf-8")
         assert text.count(fault.old) == 1, "the old text is not there, or not once"
         path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        # Bytecode is taken for its file's by size and time of writing, to the second: both could be the same.
+        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     return copy
 
 

@@ -1,19 +1,12 @@
 """Every kernel compiled for every GPU we name, without one: type errors, shared memory, access width, offsets.
 
-Each kernel file is compiled by tests/kernels/compile_worker.py in a process without TRITON_INTERPRET, from the launches
-in tests/kernels/compile_table.py.
+Each kernel file is compiled by tests/kernels/compiler.py, from the launches in tests/kernels/compile_table.py.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import json
-import os
 import pkgutil
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
@@ -32,20 +25,12 @@ KIBIBYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # sha
 files = pytest.mark.parametrize("file", sorted(TABLE))
 
 
-@functools.cache
-def compiled(file: str) -> list[dict[str, Any]]:
-    """What the worker reports, one record a compile; each file is compiled once a test process."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_worker", file]
-    worker = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=580)
-    assert worker.returncode == 0, worker.stderr[-4000:]
-    return [json.loads(line) for line in worker.stdout.splitlines()]
-
-
 @files
 def test_compiles_for_every_gpu(file: str) -> None:
     """One test a file, so that its one compilation is shared by all that is asked of it."""
-    results = compiled(file)
+    from tests.kernels import compiler  # it needs Triton, without which nothing here runs
+
+    results = list(compiler.compiled(file))
     for kernel in {result["kernel"] for result in results}:
         covered = {(result["dtype"], result["capability"]) for result in results if result["kernel"] == kernel}
         expected = {(dtype, capability) for dtype in ("fp16", "bf16", "fp32") for capability in KIBIBYTES}

@@ -101,7 +101,7 @@ def smollm2() -> pathlib.Path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("cache", "one_gguf_name_map")
 def test_a_real_gguf_is_loaded_in_4_bits(smollm2: pathlib.Path) -> None:
     model, tokenizer = FastModel.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype="float32")
     folder = dequantized_folder(smollm2)  # made by the line above: a second conversion would be another 20 s

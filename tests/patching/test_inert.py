@@ -47,20 +47,34 @@ def reinstalled() -> Iterator[None]:
     fastft.patching.install()
 
 
-# What a plain model computes, as digests, in a process where fastft trains a model beside it ("fastft") or is absent.
+# What a plain model computes, as digests, in a process where fastft trains a model beside it ("fastft") or is absent:
+# two children of one process, which has imported the others and built a model.
 PLAIN_RUN = """
-import hashlib, json, sys, warnings
+import hashlib, json, os, sys, warnings
 warnings.simplefilter("ignore")
-import torch
+import datasets, torch
+from peft import LoraConfig
 from tests import support
+from trl import SFTConfig, SFTTrainer
 
-with_fastft = sys.argv[2] == "fastft"
 before = support.build_model("llama")
+answers = {}
+for name in ("fastft", "stock"):
+    path = os.path.join(sys.argv[1], name + ".json")
+    child = os.fork()
+    if child == 0:
+        with_fastft = name == "fastft"
+        break
+    assert os.waitpid(child, 0)[1] == 0, f"{name}: see above"
+    with open(path) as file:
+        answers[name] = json.load(file)
+else:
+    assert "fastft" not in sys.modules
+    print(json.dumps(answers))
+    sys.exit()
+
 if with_fastft:
     import fastft
-import datasets
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
 
 def digest(tensors):
     sha = hashlib.sha256()
@@ -109,7 +123,8 @@ for name, model in {"before": before, "after": support.build_model("llama")}.ite
 trainer = trainer_for(support.build_model("llama"))
 digests["SFTTrainer"] = digest([p for p in trainer.model.parameters()])
 digests["SFTTrainer's log"] = json.dumps([[e.get("loss"), e.get("grad_norm")] for e in trainer.state.log_history])
-print(json.dumps({"digests": digests, "layers_fast": layers_fast}))
+with open(path, "w") as file:
+    json.dump({"digests": digests, "layers_fast": layers_fast}, file)
 """
 
 
@@ -117,8 +132,8 @@ print(json.dumps({"digests": digests, "layers_fast": layers_fast}))
 @pytest.mark.trl
 def test_a_plain_model_is_bit_equal_to_its_run_in_a_process_without_fastft(tmp_path: Any) -> None:
     """C35: built before or after the import, called directly, generating, checkpointed, and through SFTTrainer."""
-    without = run_python(PLAIN_RUN, str(tmp_path), "stock")
-    beside = run_python(PLAIN_RUN, str(tmp_path), "fastft")
+    answers = run_python(PLAIN_RUN, str(tmp_path))
+    without, beside = answers["stock"], answers["fastft"]
     assert beside["layers_fast"] == 2 * 2, "the fast model beside the plain one did not run fast"
     assert beside["digests"] == without["digests"]
     # training (twice two ways), evaluation (twice), the trainer's weights and its log

@@ -40,6 +40,7 @@ def loss(folder: pathlib.Path, tokenizer: Any, file: str | None) -> float:
         return float(model(ids, labels=ids).loss)
 
 
+@pytest.mark.usefixtures("one_gguf_name_map")
 def test_four_tenths_of_the_bytes_for_a_little_loss(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 576 have plain types, the down projections' 1,536 are super-blocks; transformers reads the file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -20,7 +20,7 @@ TOKENIZER = support.build_tokenizer()
 
 
 def arguments(folder: pathlib.Path, **settings: Any) -> dict[str, Any]:
-    """A quiet fp32 run of ten steps on the CPU that logs every step."""
+    """A quiet fp32 run on the CPU that logs every step."""
     return {
         "output_dir": str(folder),
         "max_steps": STEPS,
@@ -225,7 +225,7 @@ class Loop:
             self.state.log_history.append({"step": step, "loss": sum(losses), "grad_norm": norm.item()})
 
 
-EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5}
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": STEPS // 2}
 
 CASES: tuple[Case, ...] = (
     Case("sft-text", sft(**EVALUATED), slow=False),

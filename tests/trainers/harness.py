@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +25,8 @@ import fastft
 from fastft.patching import registry
 from tests import support
 
-STEPS = 10
+# In Triton's interpreter TRL 1.15's own loss takes a second and a half a step: there they are few.
+STEPS = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 10
 # Relative to the metric's size (at least 1), over ten optimizer steps: rounding differences grow with every step.
 TOLERANCE = 2e-4
 # Metrics of time and memory, and of nothing else.
@@ -117,7 +119,7 @@ def compare(case: Case, folder: pathlib.Path) -> None:
 
 
 def assert_trained(log: Log) -> None:
-    """The reference run itself must mean something: ten finite losses, gradients that change and are not zero.
+    """The reference run itself must mean something: a finite loss a step, gradients that change and are not zero.
 
     GRPO's loss is itself near zero on policy: the advantages of a group sum to zero.
     """

@@ -1,4 +1,4 @@
-"""Every trainer: the planned model follows the stock one for ten steps, in every metric that either logs."""
+"""Every trainer: the planned model follows the stock one step by step, in every metric that either logs."""
 
 from __future__ import annotations
 

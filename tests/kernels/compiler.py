@@ -1,6 +1,4 @@
-"""Run by test_compile.py in a process of its own: compiles one kernel file's launches, prints one JSON line a compile.
-
-    python -m tests.kernels.compile_worker rms_norm
+"""For test_compile.py: compiles one kernel file's launches for every GPU, and says what the compiler made of each.
 
 Nothing is executed and no GPU is needed: Triton carries its own assembler. A launch is recorded where it would reach
 the driver, and its arguments are specialized as the just-in-time path does (pointers and widths by 16, one as a
@@ -9,11 +7,10 @@ constant).
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -52,12 +49,11 @@ def record(call: Callable[[], object]) -> list[Recorded]:
     def run(self: triton.JITFunction, *arguments: object, grid: object, warmup: bool, **settings: object) -> None:
         launches.append((self, arguments, settings))
 
-    original = triton.JITFunction.run
-    triton.JITFunction.run = run
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_INTERPRETING", True)  # meta tensors take the kernel's path; nothing is interpreted
+        patch.setattr(backend, "_LAUNCHES_DIRECTLY", False)  # every launch reaches `run`, and no device is asked for
+        patch.setattr(triton.JITFunction, "run", run)
         call()
-    finally:
-        triton.JITFunction.run = original
     return launches
 
 
@@ -91,8 +87,6 @@ def source(kernel: triton.JITFunction, arguments: tuple[object, ...], settings: 
 
 def compiled(file: str) -> Iterator[dict[str, object]]:
     """One record a compile: where it came from, and what the compiler says about it."""
-    backend._INTERPRETING = True  # meta tensors take the kernel's path; TRITON_INTERPRET itself is off
-    backend._LAUNCHES_DIRECTLY = False  # every launch reaches `record`, and no device is asked for
     seen: set[tuple[str, str]] = set()
     for dtype_name, dtype in DTYPES.items():
         for launch in TABLE[file](dtype):
@@ -122,8 +116,3 @@ def compiled(file: str) -> Iterator[dict[str, object]]:
 
 def _moves_128_bits(ptx: str, instruction: str) -> bool:
     return any(instruction in line and (".v4.b32" in line or ".v2.b64" in line) for line in ptx.splitlines())
-
-
-if __name__ == "__main__":
-    for result in compiled(sys.argv[1]):
-        print(json.dumps(result), flush=True)
