@@ -85,7 +85,7 @@ def patch(
         `model`.
 
     Raises:
-        TypeError: if `model` is not a transformers model.
+        TypeError: if `model` is not a transformers model, or a switch is neither True nor False.
         RuntimeError: with `strict`, naming the first part that would run stock and why.
         ValueError: for a budget, a level or an approximation that is not known, or a `max_seq_length` below 1.
     """
@@ -99,6 +99,15 @@ def patch(
         raise ValueError(
             f"max_seq_length={max_seq_length!r} is no number of tokens. Give 1 or more, or None for no limit."
         )
+    switches = {
+        "strict": strict,
+        "cuda_graphs": cuda_graphs,
+        "padding_free": padding_free,
+        "run_comfort": run_comfort,
+    }
+    for name, value in switches.items():
+        if value not in (None, True, False):
+            raise TypeError(f"{name}={value!r} is neither True nor False (nor None, which keeps what it was).")
     model_type = getattr(inner.config, "model_type", None)
     family = FAMILIES.get(str(model_type))
     body = getattr(inner, getattr(inner, "base_model_prefix", "") or "", inner)

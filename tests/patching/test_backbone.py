@@ -103,6 +103,12 @@ def test_a_max_seq_length_that_is_none_is_refused_at_once(limit: Any) -> None:
         fastft.patch(support.build_model(), max_seq_length=limit)
 
 
+@pytest.mark.parametrize("switch", ["strict", "cuda_graphs", "padding_free", "run_comfort"])
+def test_a_switch_is_true_or_false(switch: str) -> None:
+    with pytest.raises(TypeError, match=f"{switch}='no' is neither True nor False"):
+        fastft.patch(support.build_model(), **{switch: "no"})
+
+
 def test_max_seq_length_leaves_the_rotary_configuration_alone() -> None:
     """C23: a limit above the native window changes what length is allowed, nothing else."""
     stock, fast = twins(roped("llama3"), max_seq_length=1024)
