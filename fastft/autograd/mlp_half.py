@@ -84,12 +84,12 @@ def forward(
     low_ranks: list[Tensor | None] = []
     down_low_ranks: list[Tensor | None] = []
     for part in _tiles(tokens, rows):
-        both, low_rank = gate_up.forward(x[part], None if kept is None else kept[part])
+        both, low_rank = gate_up.from_row(part.start).forward(x[part], None if kept is None else kept[part])
         room = down.input_room(both.shape[0])
         product = room[:, :intermediate]
         swiglu(both[:, :intermediate], both[:, intermediate:], out=product)
         del both
-        _, down_low_rank = down.forward(room, output[part])
+        _, down_low_rank = down.from_row(part.start).forward(room, output[part])
         if keep:  # copies: a view would keep the room alive
             low_ranks.append(None if low_rank is None else low_rank.contiguous())
             down_low_ranks.append(None if down_low_rank is None else down_low_rank.contiguous())
@@ -135,8 +135,8 @@ def backward(
         tile = _tile_backward(
             grad[part],
             x[part],
-            gate_up,
-            down,
+            gate_up.from_row(part.start),
+            down.from_row(part.start),
             intermediate,
             None if saved is None else Saved(*(None if t is None else t[part] for t in saved)),  # type: ignore[arg-type]
             needs_leaves,

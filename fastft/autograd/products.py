@@ -20,7 +20,7 @@ are used where they lie (`SeparateProducts`): each adapter reads X once for the 
 Y_i once, inside the product that adds to it in fp32. Adapters kept in another dtype are cast to the compute dtype;
 their gradients are cast back. s·B is rounded once more where s is not a power of two (joined; for separate products the
 scale is the product's alpha). `FoldedProducts`, on request, are joined ones that add s·B·A to the dense copy of W
-itself: faster, and less precise (kernels/fold.py).
+itself: faster, and less precise (kernels/fold.py). Dropout of the adapters' inputs is in dropped_products.py.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Products(Protocol):
     """
 
     columns: int
+
+    def from_row(self, first: int) -> Products:
+        """The same for rows of a batch that begin at row `first`; only dropout tells rows apart."""
 
     def input_room(self, tokens: int) -> Tensor:
         """An uninitialized input [tokens, in + columns], of which the caller fills the first `in` columns."""
@@ -93,6 +96,10 @@ class Products(Protocol):
 
 def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
     """How the products of `group` are done: joined where every weight is 4-bit, else one projection after another."""
+    if any(projection.dropout is not None for projection in group):
+        from fastft.autograd import dropped_products  # which is made of the classes here
+
+        return dropped_products.products(group, dtype)
     if all(isinstance(projection.weight, QuantizedWeight) for projection in group):
         folds = any(projection.fold and projection.rank for projection in group)
         return FoldedProducts(group, dtype) if folds else JoinedProducts(group, dtype)
@@ -102,6 +109,8 @@ def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
 class JoinedProducts:
     """One matrix for the group, made by one launch (kernels/join.py): weights, s·B along a diagonal, A."""
 
+    rides_back = True  # whether U A may be part of the product dY W
+
     def __init__(self, group: Sequence[Projection], dtype: torch.dtype, fold: bool = False) -> None:
         self._group = group
         adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
@@ -109,6 +118,22 @@ class JoinedProducts:
         self._matrix = join([p.weight for p in group], adapters, dtype, fold)  # type: ignore[misc]
         self._width = self._matrix.shape[1] - self._rank
         self._out = self._matrix.shape[0] - self._rank
+        self._lora_a = self._matrix[self._out :, : self._width]  # [rank, in], the A_i stacked
+
+    def from_row(self, first: int) -> Products:
+        return self
+
+    def low_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """X Aᵀ [tokens, rank]."""
+        return torch.mm(x, self._lora_a.t(), out=out)
+
+    def add_low_rank(self, grad_x: Tensor, grad_low_rank: Tensor) -> Tensor:
+        """dX with U A added, in place."""
+        return grad_x.addmm_(grad_low_rank, self._lora_a)
+
+    def grad_a(self, grad_low_rank: Tensor, x: Tensor) -> Tensor:
+        """dA [rank, in]."""
+        return torch.mm(grad_low_rank.t(), x)
 
     def input_room(self, tokens: int) -> Tensor:
         return self._matrix.new_empty((tokens, self._width + self.columns))
@@ -121,9 +146,9 @@ class JoinedProducts:
         low_rank = None
         weight = matrix[: self._out]
         if self.columns and x.shape[1] > width:
-            low_rank = torch.mm(x[:, :width], matrix[self._out :, :width].t(), out=x[:, width:])
+            low_rank = self.low_rank(x[:, :width], x[:, width:])
         elif self.columns:
-            low_rank = torch.mm(x, matrix[self._out :, :width].t())
+            low_rank = self.low_rank(x)
             weight = weight[:, :width]
         bias = self._bias(x.dtype)
         if bias is None:
@@ -151,10 +176,10 @@ class JoinedProducts:
             grad_low_rank = torch.mm(outer, matrix[:end, width:], out=grad[:, end:] if has_room else None)
         if not needs_x:
             return None, grad_low_rank
-        if has_room or grad_low_rank is None:
+        if grad_low_rank is None or (has_room and self.rides_back):
             return torch.mm(grad, matrix[: grad.shape[1], :width], out=out), grad_low_rank
         grad_x = torch.mm(outer, matrix[:end, :width], out=out)
-        return grad_x.addmm_(grad_low_rank, matrix[end:, :width]), grad_low_rank
+        return self.add_low_rank(grad_x, grad_low_rank), grad_low_rank
 
     def leaf_grads(
         self,
@@ -167,10 +192,10 @@ class JoinedProducts:
         outer, x = grad[:, : self._out], x[:, : self._width]
         found: list[Tensor | None] = [None] * (LEAVES * len(self._group))
         if grad_low_rank is not None and any(needs_leaves[2::LEAVES]):
-            _cut_grad_a(torch.mm(grad_low_rank.t(), x), self._group, needs_leaves, found)
+            _cut_grad_a(self.grad_a(grad_low_rank, x), self._group, needs_leaves, found)
         if self._rank and any(needs_leaves[3::LEAVES]):
             if low_rank is None:
-                low_rank = torch.mm(x, self._matrix[self._out :, : self._width].t())
+                low_rank = self.low_rank(x)
             _cut_grad_b(torch.mm(outer.t(), low_rank), self._group, needs_leaves, found)
         _add_bias_grads(outer, self._group, needs_leaves, found)
         return found
@@ -205,8 +230,25 @@ class SeparateProducts:
         self._group, self._dtype = group, dtype
         self._weights = [p.dense(dtype) for p in group]  # [out_i, in]
         matrices = [p.lora_a.to(dtype) for p in group if p.lora_a is not None]
-        self._stacked_a = None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        self._lora_a = None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         self._lora_b = [None if p.lora_b is None else p.lora_b.to(dtype) for p in group]  # [out_i, rank_i]
+
+    def from_row(self, first: int) -> Products:
+        return self
+
+    def low_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """X Aᵀ [tokens, rank]."""
+        assert self._lora_a is not None
+        return torch.mm(x, self._lora_a.t(), out=out)
+
+    def add_low_rank(self, grad_x: Tensor, grad_low_rank: Tensor) -> Tensor:
+        """dX with U A added, in place."""
+        assert self._lora_a is not None
+        return grad_x.addmm_(grad_low_rank, self._lora_a)
+
+    def grad_a(self, grad_low_rank: Tensor, x: Tensor) -> Tensor:
+        """dA [rank, in]."""
+        return torch.mm(grad_low_rank.t(), x)
 
     def input_room(self, tokens: int) -> Tensor:
         return self._weights[0].new_empty((tokens, self._weights[0].shape[1]))
@@ -215,7 +257,7 @@ class SeparateProducts:
         return self._weights[0].new_empty((tokens, sum(w.shape[0] for w in self._weights)))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        low_rank = None if self._stacked_a is None else torch.mm(x, self._stacked_a.t())
+        low_rank = None if self._lora_a is None else self.low_rank(x)
         y = self.grad_room(x.shape[0]) if out is None else out
         column = 0
         for part, projection, weight, lora_b in zip(
@@ -235,8 +277,8 @@ class SeparateProducts:
         self, grad: Tensor, needs_x: bool = True, out: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         grad_low_rank = None
-        if self._stacked_a is not None:
-            grad_low_rank = grad.new_empty((grad.shape[0], self._stacked_a.shape[0]))
+        if self._lora_a is not None:
+            grad_low_rank = grad.new_empty((grad.shape[0], self._lora_a.shape[0]))
         grad_x: Tensor | None = None
         column = 0
         for part, projection, weight, lora_b in zip(
@@ -248,8 +290,8 @@ class SeparateProducts:
                 column = end
             if needs_x:
                 grad_x = torch.mm(part, weight, out=out) if grad_x is None else grad_x.addmm_(part, weight)
-        if grad_x is not None and grad_low_rank is not None and self._stacked_a is not None:
-            grad_x.addmm_(grad_low_rank, self._stacked_a)
+        if grad_x is not None and grad_low_rank is not None:
+            self.add_low_rank(grad_x, grad_low_rank)
         return grad_x, grad_low_rank
 
     def leaf_grads(
@@ -261,8 +303,8 @@ class SeparateProducts:
         needs_leaves: Sequence[bool],
     ) -> list[Tensor | None]:
         found: list[Tensor | None] = [None] * (LEAVES * len(self._group))
-        if low_rank is None and self._stacked_a is not None and any(needs_leaves[3::LEAVES]):
-            low_rank = torch.mm(x, self._stacked_a.t())
+        if low_rank is None and self._lora_a is not None and any(needs_leaves[3::LEAVES]):
+            low_rank = self.low_rank(x)
         column = 0
         for index, (part, projection) in enumerate(zip(self._cut(grad), self._group, strict=True)):
             needs_weight, _, _, needs_b = needs_leaves[LEAVES * index : LEAVES * (index + 1)]
@@ -275,7 +317,7 @@ class SeparateProducts:
                 found[LEAVES * index + 3] = product
             column = end
         if grad_low_rank is not None and any(needs_leaves[2::LEAVES]):
-            _cut_grad_a(torch.mm(grad_low_rank.t(), x), self._group, needs_leaves, found)
+            _cut_grad_a(self.grad_a(grad_low_rank, x), self._group, needs_leaves, found)
         _add_bias_grads(grad, self._group, needs_leaves, found)
         return found
 

@@ -11,9 +11,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastft.kernels.dropout import dropout
 from fastft.kernels.nf4 import QuantizedWeight, dequantize
 
 LEAVES = 4  # tensors a projection can train: weight, bias, lora_a, lora_b
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Dropout of an adapter's input, as drawn for this call: the same rows are masked the same way whenever asked.
+
+    Args:
+        p: share of the entries that are zero, in (0, 1).
+        seed: `[1]` int64 on the device.
+        stream: keeps apart projections that share a seed.
+    """
+
+    p: float
+    seed: Tensor
+    stream: int
+
+    def of(self, x: Tensor, first_row: int = 0) -> Tensor:
+        """`x` `[tokens, in]` dropped, or a gradient of it; `first_row`: the number of its first token in the batch."""
+        return dropout(x, self.p, self.seed, stream=self.stream, first_row=first_row)
 
 
 @dataclass(slots=True)
@@ -27,6 +47,7 @@ class Projection:
         lora_b: `[out, rank]` or None.
         scale: what PEFT calls `scaling` (alpha / r, or alpha / sqrt(r) with rsLoRA).
         fold: let W + s·B·A be rounded once and used as one weight, where W is 4-bit (kernels/fold.py).
+        dropout: of the adapter's input, or None.
     """
 
     weight: Tensor | QuantizedWeight
@@ -35,6 +56,7 @@ class Projection:
     lora_b: Tensor | None = None
     scale: float = 1.0
     fold: bool = False
+    dropout: Dropout | None = None
 
     @property
     def out_features(self) -> int:

@@ -50,6 +50,7 @@ class LayerShape:
         compute_bytes: element size of the products' dtype.
         stream_bytes: element size of the residual stream.
         copied: whether each use makes a copy of the weights in the products' dtype: dequantized, or cast.
+        drops: whether adapters' inputs are dropped out.
     """
 
     hidden: int
@@ -65,6 +66,7 @@ class LayerShape:
     compute_bytes: int
     stream_bytes: int
     copied: bool
+    drops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ def step_costs(
     down_weight = dense * shape.intermediate * hidden
     rows = tile_rows(tokens, shape.intermediate, e, compact)
     tile = rows * e * (3 * shape.intermediate + shape.gate_up_rank + hidden + shape.down_rank)
+    dropped = rows * e * shape.intermediate if shape.drops else 0  # D(P), and in the backward U A before and after
+    tile += 2 * dropped
 
     # The MLP's backward: dy, dX of the MLP and RMSNorm(h) beside the tile.
     around_mlp = stream + 2 * narrow + tile + gate_up_weight + down_weight
@@ -149,7 +153,7 @@ def step_costs(
             recompute_operations + tiling + _HOST_COPY_OPERATIONS * stream + _HOST_LAUNCH_OPERATIONS,
         ),
     }
-    forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank)
+    forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank) + dropped
     forward_working = max(
         attention + 2 * narrow + stream + gate_up_weight + forward_tile,
         stream + 2 * narrow + forward_tile + down_weight,

@@ -347,6 +347,8 @@ class ModelGraphs:
                 return "attention over packed documents reads their lengths on the host here"
         if call.level == "offload":
             return "level offload"
+        if any(projection.dropout is not None for projection in call.projections):
+            return "lora_dropout draws a seed at every call"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
         self._weights = weights_of(call)

@@ -139,6 +139,8 @@ class TokenGraphs:
             return "the model is not on a CUDA device"
         if x.shape[1] != 1:
             return "more than one token of a row"
+        if any(projection.dropout is not None for projection in call.projections):
+            return "lora_dropout draws a seed at every call"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
         if not pays(2.0 * x.shape[0] * weights_of(call), x.device):

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
-from fastft.autograd.projection import Projection
+from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.patching import levels, registry
 from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
@@ -132,6 +132,7 @@ class LayerReader:
         attend = attention_callable(attention, self.family, mask, arguments)
         if cached:
             attend = over_cache(attend, kwargs, attention.layer_idx, arguments)
+        _draw(projections, x.device)
         return LayerCall(
             input_norm=self._norm(self._children["input_layernorm"]),
             post_norm=self._norm(self._children["post_attention_layernorm"]),
@@ -149,10 +150,13 @@ class LayerReader:
         )
 
     def projections(self, dtype: torch.dtype, autocast: bool, fold: bool = False) -> list[Any] | str:
-        """The seven projections, or the first reason why one must run stock; `fold` as in `Projection`."""
+        """The seven projections, or the first reason why one must run stock; `fold` as in `Projection`.
+
+        Dropouts have no seed yet: who only looks at a layer draws no random numbers.
+        """
         projections = []
         for reader in self._projections:
-            projection = reader.read(dtype, autocast)
+            projection = reader.read(dtype, autocast, drops=True)
             if isinstance(projection, str):
                 return projection
             projection.fold = fold
@@ -161,6 +165,15 @@ class LayerReader:
 
     def _norm(self, module: Any) -> Norm:
         return Norm(module._parameters["weight"], module.variance_epsilon, self.family.norm_mode)
+
+
+def _draw(projections: Sequence[Projection], device: torch.device) -> None:
+    """Give the projections that drop out a seed of torch's own generator, one for all, and streams of their own."""
+    dropping = [projection for projection in projections if projection.dropout is not None]
+    if dropping:
+        seed = torch.randint(2**63 - 1, (1,), device=device)
+        for stream, projection in enumerate(dropping, 1):
+            projection.dropout = Dropout(projection.dropout.p, seed, stream)  # type: ignore[union-attr]
 
 
 def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:

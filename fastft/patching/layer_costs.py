@@ -70,6 +70,7 @@ def _shape(layer: Any, projections: Sequence[Any], dtype: torch.dtype) -> LayerS
         head_norms=hasattr(layer.self_attn, "q_norm"),
         compute_bytes=compute.itemsize,
         stream_bytes=dtype.itemsize,
+        drops=any(p.dropout is not None for p in projections),
         copied=any(isinstance(p.weight, QuantizedWeight) or p.weight.dtype != compute for p in projections),
     )
 

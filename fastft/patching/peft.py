@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.autograd.projection import Projection
+from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight, quantized_weight
 from fastft.patching import bitsandbytes
 
+_NO_SEED = torch.zeros(1, dtype=torch.int64)
 _LORA_CLASSES = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"}
 
 
@@ -72,12 +73,13 @@ class ProjectionReader:
         # a 4-bit weight (weakly), its state and address, and what was made of them
         self._quantized: tuple[weakref.ref[Any], Any, int, QuantizedWeight] | None = None
 
-    def read(self, dtype: torch.dtype, autocast: bool) -> Projection | str:
+    def read(self, dtype: torch.dtype, autocast: bool, drops: bool = False) -> Projection | str:
         """The projection now, or why it must run stock.
 
         Args:
             dtype: compute dtype of the products (autocast's if it is on, else the activations').
             autocast: whether autocast is on: then weights of another dtype are cast, as stock casts them.
+            drops: whether the caller sees to dropout of the adapter's input: it gives a seed before anything runs.
         """
         module = self._siblings.get(self.name)
         if module is None:
@@ -89,14 +91,16 @@ class ProjectionReader:
             return f"{self.name} is {_class_name(type(base))}, not a plain or 4-bit linear layer"
         if "_is_replica" in attributes:
             return "the module is a copy that nn.DataParallel made for another GPU: start one process a GPU instead"
-        lora_a = lora_b = None
+        lora_a = lora_b = dropout = None
         scale = 1.0
         if lora is not None:
             if hooked(lora):
                 return f"{self.name} has a hook or its own forward"
-            adapter = self._active_adapter(lora)
+            adapter = self._active_adapter(lora, drops)
             if isinstance(adapter, tuple):
-                lora_a, lora_b, scale = adapter
+                lora_a, lora_b, scale, p = adapter
+                if p > 0:
+                    dropout = Dropout(p, _NO_SEED, 0)
             elif adapter is not None:
                 return adapter
         if hooked(attributes):
@@ -108,7 +112,7 @@ class ProjectionReader:
         bias = parameters["bias"]
         if bias is not None and isinstance(weight, Tensor) and bias.dtype != weight.dtype:
             return f"{self.name}'s bias is {bias.dtype}, its weight {weight.dtype}"
-        return Projection(weight, bias, lora_a, lora_b, scale)
+        return Projection(weight, bias, lora_a, lora_b, scale, dropout=dropout)
 
     def adapter_over_4bit(self, dtype: torch.dtype) -> Projection | None:
         """The projection if it is one active LoRA adapter over a 4-bit weight, and nothing speaks against one operator.
@@ -123,14 +127,14 @@ class ProjectionReader:
         attributes = base.__dict__
         if not bitsandbytes.is_linear4bit(base) or hooked(lora) or hooked(attributes):
             return None
-        adapter = self._active_adapter(lora)
+        adapter = self._active_adapter(lora, drops=False)
         state = getattr(attributes["_parameters"]["weight"], "quant_state", None)
         if not isinstance(adapter, tuple) or state is None or getattr(state, "packing_format_for_cpu", False):
             return None
         if attributes["compute_dtype"] not in (None, dtype):
             return None
         weight = quantized_weight(attributes["_parameters"]["weight"], state)
-        return Projection(weight, attributes["_parameters"]["bias"], *adapter)
+        return Projection(weight, attributes["_parameters"]["bias"], *adapter[:3])
 
     def _weight(self, base: nn.Module, weight: Any, dtype: torch.dtype, autocast: bool) -> Any:
         """The base weight, dense or packed, or a reason."""
@@ -164,9 +168,9 @@ class ProjectionReader:
         if self._quantized is not None and self._quantized[0] is weight:
             self._quantized = None
 
-    def _active_adapter(self, lora: dict[str, Any]) -> tuple[Tensor, Tensor, float] | str | None:
-        """(A, B, scaling) of the one active adapter of a LoRA layer's `__dict__`, None where the base runs alone, or a
-        reason for stock."""
+    def _active_adapter(self, lora: dict[str, Any], drops: bool) -> tuple[Tensor, Tensor, float, float] | str | None:
+        """(A, B, scaling, p of its input's dropout now) of the one active adapter of a LoRA layer's `__dict__`, None
+        where the base runs alone, or a reason for stock; `drops`: a p above 0 is none."""
         modules = lora["_modules"]
         if lora["_disable_adapters"]:
             return f"{self.name} is merged and disabled: PEFT unmerges it" if lora["merged_adapters"] else None
@@ -187,9 +191,11 @@ class ProjectionReader:
             return f"{self.name}'s adapter has a bias (lora_bias)"
         if lora.get("fan_in_fan_out") or not lora["cast_input_dtype_enabled"]:
             return f"{self.name} has fan_in_fan_out, or PEFT's input casting switched off"
-        dropout = modules["lora_dropout"]._modules[name]
+        dropout, p = modules["lora_dropout"]._modules[name], 0.0
         if type(dropout) is not nn.Identity and dropout.training and getattr(dropout, "p", 1.0) > 0:
-            return f"{self.name} has lora_dropout={getattr(dropout, 'p', '?')} in training"
+            p = getattr(dropout, "p", 1.0)
+            if not drops or type(dropout) is not nn.Dropout or p >= 1:
+                return f"{self.name} has lora_dropout={getattr(dropout, 'p', '?')} in training"
         a_module, b_module = a_modules[name], modules["lora_B"]._modules[name]
         if type(a_module) is not nn.Linear or type(b_module) is not nn.Linear:
             return f"{self.name}'s adapter is a {type(a_module).__name__}"
@@ -198,4 +204,4 @@ class ProjectionReader:
         lora_a, lora_b = a_module._parameters["weight"], b_module._parameters["weight"]
         if type(lora_a) is not nn.Parameter or type(lora_b) is not nn.Parameter:
             return f"{self.name}'s adapter weight is a {type(lora_a).__name__}"
-        return lora_a, lora_b, lora["scaling"][name]
+        return lora_a, lora_b, lora["scaling"][name], p

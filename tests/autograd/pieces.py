@@ -7,6 +7,7 @@ autograd) in the same dtype, and with stock in float64 as the reference. Everyth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastft.autograd.attention_half import Heads, Norm
-from fastft.autograd.projection import LEAVES, Projection
+from fastft.autograd.projection import LEAVES, Dropout, Projection
 from fastft.kernels.backend import interpreting
 from fastft.kernels.nf4 import QuantizedWeight, dequantize_torch
 
 EPSILON = 1e-5
+_STREAMS = itertools.count(1)
 SEEDS = (0, 1, 2)
 # A whole layer amplifies roundings (softmax, four norms): over three seeds of so small a layer two equally good
 # programs differ by a factor of two on some tensor.
@@ -88,6 +90,7 @@ def draw_projection(
     trains: str = "a b",
     bias: bool = False,
     quantized: str | None = None,
+    dropout: float = 0.0,
 ) -> Projection:
     """A projection with random leaves, none of them zero.
 
@@ -100,6 +103,7 @@ def draw_projection(
         trains: which of "weight bias a b" require gradients.
         bias: whether there is one.
         quantized: "nested" or "flat" for a 4-bit weight.
+        dropout: of the adapter's input; every projection has a mask of its own.
     """
     adapter_dtype, wanted = adapter_dtype or dtype, trains.split()
     weight: Tensor | QuantizedWeight
@@ -115,6 +119,7 @@ def draw_projection(
         else draw(rank, in_features, dtype=adapter_dtype, scale=in_features**-0.5, requires_grad="a" in wanted),
         None if rank is None else draw(out_features, rank, dtype=adapter_dtype, scale=0.5, requires_grad="b" in wanted),
         1.0 if rank is None else 1.7,
+        dropout=Dropout(dropout, torch.tensor([5]), next(_STREAMS)) if dropout else None,
     )
 
 
@@ -146,12 +151,23 @@ def copy_projection(projection: Projection, dtype: torch.dtype | None = None) ->
     elif dtype is not None:
         weight = dequantize_torch(weight, dtype)
     leaves = [fresh(t, dtype) for t in (projection.bias, projection.lora_a, projection.lora_b)]
-    return Projection(weight, *leaves, projection.scale)
+    return Projection(weight, *leaves, projection.scale, dropout=projection.dropout)
 
 
 def copy_norm(norm: Norm, dtype: torch.dtype | None = None) -> Norm:
     """A norm with a weight of its own, in `dtype` if given."""
     return replace(norm, weight=fresh(norm.weight, dtype))
+
+
+class Masked(nn.Module):
+    """Stands in a PEFT layer where nn.Dropout stood: drops what our projection drops."""
+
+    def __init__(self, dropout: Dropout) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout.of(torch.ones_like(x).reshape(-1, x.shape[-1])).view_as(x) * x
 
 
 def stock_linear(projection: Projection, dtype: torch.dtype) -> nn.Module:
@@ -175,6 +191,8 @@ def stock_linear(projection: Projection, dtype: torch.dtype) -> nn.Module:
         rank = lora_a.shape[0]
         config = LoraConfig(r=rank, lora_alpha=projection.scale * rank, target_modules=["linear"])
         inject_adapter_in_model(config, holder)
+        if projection.dropout is not None:
+            holder.linear.lora_dropout["default"] = Masked(projection.dropout)
         holder.linear.lora_A["default"].weight = nn.Parameter(lora_a.detach().clone(), lora_a.requires_grad)
         holder.linear.lora_B["default"].weight = nn.Parameter(lora_b.detach().clone(), lora_b.requires_grad)
     base = holder.linear if lora_a is None else holder.linear.base_layer

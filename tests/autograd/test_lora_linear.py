@@ -50,6 +50,21 @@ GROUPS: dict[str, Callable[[], list[Projection]]] = {
     ],
     "4 bits, no adapters": lambda: [draw_projection(4, IN, rank=None, quantized="flat")],
     "4 bits beside 16": lambda: [draw_projection(4, IN, quantized="nested"), draw_projection(3, IN)],
+    "dropout": lambda: [draw_projection(4, IN, dropout=0.4), draw_projection(3, IN, rank=3, dropout=0.2)],
+    "dropout on one, trained base": lambda: [
+        draw_projection(4, IN, trains="weight bias a b", bias=True),
+        draw_projection(3, IN, rank=None),
+        draw_projection(2, IN, rank=1, dropout=0.4),
+    ],
+    "dropout, 4 bits": lambda: [
+        draw_projection(4, IN, quantized="nested", dropout=0.4),
+        draw_projection(3, IN, rank=None, quantized="nested"),
+        draw_projection(2, IN, rank=3, quantized="nested", dropout=0.2, bias=True, trains="bias a b"),
+    ],
+    "dropout, 4 bits beside 16": lambda: [
+        draw_projection(4, IN, quantized="nested", dropout=0.4),
+        draw_projection(3, IN, dropout=0.4),
+    ],
 }
 
 
@@ -59,7 +74,8 @@ def formula(x: Tensor, projection: Projection) -> Tensor:
     if projection.bias is not None:
         y = y + projection.bias
     if projection.lora_a is not None:
-        y = y + projection.scale * (x @ projection.lora_a.t() @ projection.lora_b.t())
+        dropped = x if projection.dropout is None else pieces.Masked(projection.dropout)(x)
+        y = y + projection.scale * (dropped @ projection.lora_a.t() @ projection.lora_b.t())
     return y
 
 
@@ -82,7 +98,9 @@ def test_gradients_are_the_derivatives(name: str, autocast: bool) -> None:
         check_gradients(GROUPS[name](), x)
 
 
-@pytest.mark.parametrize("name", ["one", "trained base", "adapters around a bare one", "4 bits, nested"])
+@pytest.mark.parametrize(
+    "name", ["one", "trained base", "adapters around a bare one", "4 bits, nested", "dropout", "dropout, 4 bits"]
+)
 def test_leaf_gradients_without_an_input_gradient(name: str) -> None:
     """The first layer's input: no dX is wanted, every leaf's gradient is."""
     check_gradients(GROUPS[name](), draw(4, IN, dtype=torch.float64))
@@ -97,14 +115,14 @@ def test_outputs_are_the_formula(name: str) -> None:
 
 
 def draw_case(
-    dtype: torch.dtype, adapter_dtype: torch.dtype, quantized: str | None
+    dtype: torch.dtype, adapter_dtype: torch.dtype, quantized: str | None, dropout: float = 0.0
 ) -> tuple[list[Projection], Tensor, list[Tensor]]:
     """A group of three, its input and the incoming gradients."""
     settings: dict[str, Any] = {"dtype": dtype, "adapter_dtype": adapter_dtype, "quantized": quantized}
     trained = "weight bias a b" if quantized is None else "bias a b"
     group = [
-        draw_projection(24, 32, rank=4, bias=True, trains=trained, **settings),
-        draw_projection(16, 32, rank=3, **settings),
+        draw_projection(24, 32, rank=4, bias=True, trains=trained, dropout=dropout, **settings),
+        draw_projection(16, 32, rank=3, dropout=dropout / 2, **settings),
         draw_projection(16, 32, rank=None, trains="weight" if quantized is None else "", **settings),
     ]
     grads = [draw(11, width, dtype=torch.float64) for width in (24, 16, 16)]
@@ -135,15 +153,18 @@ def run_stock(
     )
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["", "dropout"])
 @pytest.mark.parametrize("quantized", [None, "nested"], ids=["dense", "4 bits"])
 @pytest.mark.parametrize("mixture", pieces.PLAIN + pieces.MIXTURES, ids=pieces.name_of)
-def test_contract_against_peft(mixture: tuple[torch.dtype, torch.dtype, bool], quantized: str | None) -> None:
+def test_contract_against_peft(
+    mixture: tuple[torch.dtype, torch.dtype, bool], quantized: str | None, dropout: float
+) -> None:
     """C45: outputs and every gradient, adapters of another dtype and autocast included."""
     dtype, adapter_dtype, autocast = mixture
     runs = []
     for seed in pieces.SEEDS:
         torch.manual_seed(seed)
-        case = draw_case(dtype, adapter_dtype, quantized)
+        case = draw_case(dtype, adapter_dtype, quantized, dropout)
         runs.append(Run(run_fast(*case, autocast), run_stock(*case, autocast), run_stock(*case, False, torch.float64)))
     assert runs[0].fast["y0"].dtype == runs[0].stock["y0"].dtype
     assert_contract(runs, AutocastState("cpu", autocast, torch.bfloat16).compute_dtype(dtype))

@@ -52,6 +52,8 @@ MLPS: dict[str, Callable[[], list[Projection]]] = {
         draw_projection(INTERMEDIATE, HIDDEN, rank=3, quantized="nested"),
         draw_projection(HIDDEN, INTERMEDIATE, rank=1, quantized="nested"),
     ],
+    "dropout": lambda: draw_mlp(HIDDEN, INTERMEDIATE, dropout=0.3),
+    "dropout, 4 bits": lambda: draw_mlp(HIDDEN, INTERMEDIATE, quantized="nested", dropout=0.3),
     "4 bits, flat": lambda: draw_mlp(HIDDEN, INTERMEDIATE, quantized="flat", bias=True, trains="bias a b"),
 }
 
@@ -64,7 +66,10 @@ def formula(x: Tensor, projections: list[Projection]) -> Tensor:
 
         def run(x: Tensor) -> Tensor:
             y = x @ dense.t() if p.bias is None else x @ dense.t() + p.bias
-            return y if p.lora_a is None else y + p.scale * (x @ p.lora_a.t() @ p.lora_b.t())
+            if p.lora_a is None:
+                return y
+            dropped = x if p.dropout is None else pieces.Masked(p.dropout)(x)
+            return y + p.scale * (dropped @ p.lora_a.t() @ p.lora_b.t())
 
         return run
 

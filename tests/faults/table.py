@@ -562,8 +562,8 @@ _AUTOGRAD = [
             (
                 "[one-plain]",
                 "separate: the adapter's part of dX dropped",
-                "grad_x.addmm_(grad_low_rank, self._stacked_a)",
-                "pass",
+                "            self.add_low_rank(grad_x, grad_low_rank)\n",
+                "            pass\n",
             ),
             (
                 "[trained base-plain]",
@@ -599,7 +599,7 @@ _AUTOGRAD = [
             (
                 "[4 bits, flat, biases-plain]",
                 "joined: the adapter's part of dX dropped",
-                "return grad_x.addmm_(grad_low_rank, matrix[end:, :width]), grad_low_rank",
+                "return self.add_low_rank(grad_x, grad_low_rank), grad_low_rank",
                 "return grad_x, grad_low_rank",
             ),
             (
@@ -611,8 +611,8 @@ _AUTOGRAD = [
             (
                 "tests/autograd/test_products.py::test_room_for_the_adapters_changes_no_value[(3, None, 2)-joined]",
                 "joined: X Aᵀ computed and not left where the product reads it",
-                "matrix[self._out :, :width].t(), out=x[:, width:])",
-                "matrix[self._out :, :width].t())",
+                "self.low_rank(x[:, :width], x[:, width:])",
+                "self.low_rank(x[:, :width])",
             ),
             (
                 "tests/autograd/test_products.py::test_folded_adapters_are_the_joined_ones[(3, None, 2)-False]",
@@ -629,8 +629,8 @@ _AUTOGRAD = [
             (
                 "tests/autograd/test_products.py::test_the_products_of_a_forward_serve_its_backward",
                 "joined: X Aᵀ made again from the wrong columns",
-                "low_rank = torch.mm(x, self._matrix[self._out :, : self._width].t())",
-                "low_rank = torch.mm(x, self._matrix[: self.columns, : self._width].t())",
+                "                low_rank = self.low_rank(x)\n",
+                "                low_rank = x @ self._matrix[: self.columns, : self._width].t()\n",
             ),
             (
                 "tests/autograd/test_products.py::test_leaf_gradients_of_tiles_add_up_in_float32",
@@ -1012,10 +1012,16 @@ _PATCHING = [
                 "names = list(a_modules)[:1]",
             ),
             (
-                "lora_dropout_runs_stock_in_training[keep]",
-                "dropout left out of the fast path's conditions",
-                'and dropout.training and getattr(dropout, "p", 1.0) > 0',
-                "and False",
+                "dropout_of_another_kind_runs_stock[module1]",
+                "every dropout taken for torch's own",
+                "if not drops or type(dropout) is not nn.Dropout or p >= 1:",
+                "if not drops:",
+            ),
+            (
+                "lora_dropout_is_fast_in_training[keep-32]",
+                "dropout left out",
+                "                if p > 0:\n",
+                "                if False:\n",
             ),
             (
                 "a_merged_adapter_is_fast",
@@ -2556,6 +2562,118 @@ _REVIEW = (
     ),
 )
 
+_DROPOUT = (
+    *_faults(
+        "kernels/dropout.py",
+        "tests/kernels/test_dropout.py::test_",
+        [
+            (
+                "philox_is_the_published_one",
+                "the key is not raised",
+                "k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD",
+                "pass",
+            ),
+            (
+                "a_part_of_the_rows_is_masked_as_in_the_whole",
+                "rows counted from the part's first",
+                "row = torch.arange(first_row, first_row + rows, device=x.device)[:, None]",
+                "row = torch.arange(rows, device=x.device)[:, None]",
+            ),
+            (
+                "a_share_of_p_is_dropped_and_the_rest_scaled[0.3]",
+                "what is kept is not scaled",
+                "* (1.0 / (1.0 - p))",
+                "* 1.0",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/dropout.py",
+        "tests/kernels/test_dropout.py::test_",
+        [
+            (
+                "the_twin_has_the_same_mask_and_numbers[0.05-(3, 5, 173)-float32]",
+                "the kernel's words in another order",
+                "tl.join(tl.join(a, c), tl.join(b, d))",
+                "tl.join(tl.join(a, b), tl.join(c, d))",
+            ),
+            (
+                "a_part_of_the_rows_is_masked_as_in_the_whole",
+                "the kernel counts rows from the part's first",
+                "(first_row + row)[:, None] + zero",
+                "row[:, None] + zero",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "autograd/dropped_products.py",
+        "tests/autograd/test_lora_linear.py::test_",
+        [
+            (
+                "gradients_are_the_derivatives[dropout-plain]",
+                "the gradient goes around the mask",
+                "grad_x.add_(self._dropped(share, projection))",
+                "grad_x.add_(share)",
+            ),
+            (
+                "gradients_are_the_derivatives[dropout, 4 bits-plain]",
+                "A's gradient is of the whole input",
+                "self._dropped(x, p)) for p, start, end",
+                "x) for p, start, end",
+            ),
+            (
+                "outputs_are_the_formula[dropout, 4 bits]",
+                "what was in the padding of the rank",
+                "        made[:, end:].zero_()\n",
+                "        made[:, end:].fill_(torch.nan)\n",
+            ),
+            (
+                "gradients_are_the_derivatives[dropout, 4 bits-plain]",
+                "U A is part of the base's product",
+                "    rides_back = False\n",
+                "    rides_back = True\n",
+            ),
+        ],
+    ),
+    *_faults(
+        "autograd/mlp_half.py",
+        f"{_FALLBACKS}lora_dropout_is_fast_in_training[keep-32]",
+        [
+            (
+                "",
+                "every tile is masked as the first",
+                "down.from_row(part.start).forward(room, output[part])",
+                "down.forward(room, output[part])",
+            ),
+            (
+                "",
+                "the backward's tiles are masked as the first",
+                "            gate_up.from_row(part.start),\n",
+                "            gate_up,\n",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/decoder_layer.py",
+        _FALLBACKS,
+        [
+            (
+                "lora_dropout_is_fast_in_training[keep-32]",
+                "all projections masked alike",
+                "Dropout(projection.dropout.p, seed, stream)",
+                "Dropout(projection.dropout.p, seed, 1)",
+            ),
+            (
+                "looking_at_a_model_with_lora_dropout_draws_no_random_numbers",
+                "a seed drawn by whoever looks",
+                "            projections.append(projection)\n        return projections\n",
+                "            projections.append(projection)\n        torch.rand(1)\n        return projections\n",
+            ),
+        ],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -2573,4 +2691,5 @@ FAULTS: tuple[Fault, ...] = (
     *_EXPORT,
     *_LEFT_OVERS,
     *_REVIEW,
+    *_DROPOUT,
 )

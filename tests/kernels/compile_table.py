@@ -102,6 +102,21 @@ def swiglu_launches(dtype: torch.dtype) -> list[Launch]:
     ]
 
 
+def dropout_launches(dtype: torch.dtype) -> list[Launch]:
+    from fastft.kernels.dropout import dropout
+
+    seed = meta(1, dtype=torch.int64)
+    room = meta(TOKENS, 4096 + 32, dtype=dtype)[:, :4096]
+    return [
+        Launch("4096", lambda: dropout(meta(TOKENS, 4096, dtype=dtype), 0.1, seed, stream=3)),
+        Launch(
+            "4096 of a room, a later tile, in place",
+            lambda: dropout(room, 0.1, seed, stream=1, first_row=2048, out=room),
+        ),
+        Launch("odd width", lambda: dropout(meta(TOKENS, 173, dtype=dtype), 0.5, seed), wide=False),
+    ]
+
+
 def quantized(rows: int, columns: int, blocksize: int, nested: bool, dtype: torch.dtype) -> QuantizedWeight:
     """A 4-bit weight without memory."""
     blocks = -(-rows * columns // blocksize)
@@ -227,6 +242,7 @@ TABLE: dict[str, Callable[[torch.dtype], list[Launch]]] = {
     "rms_norm": rms_norm_launches,
     "rope": rope_launches,
     "swiglu": swiglu_launches,
+    "dropout": dropout_launches,
     "nf4": nf4_launches,
     "join": join_launches,
     "fold": fold_launches,

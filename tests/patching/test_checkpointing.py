@@ -148,15 +148,15 @@ def _attention_calls(model: Any, batch: Batch) -> int:
     return calls
 
 
-@pytest.mark.parametrize("lora_dropout", [0.0, 0.1], ids=["fast", "stock fallback"])
-def test_a_layer_is_computed_once_or_twice_a_step(lora_dropout: float, batch: Batch) -> None:
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["fast", "stock fallback"])
+def test_a_layer_is_computed_once_or_twice_a_step(attention_dropout: float, batch: Batch) -> None:
     """Once a layer at level keep, twice at recompute, never three times, in fast layers as in those that fell back."""
-    fast = fastft.patch(support.add_lora(support.build_model(), lora_dropout=lora_dropout))
+    fast = fastft.patch(support.add_lora(support.build_model(attention_dropout=attention_dropout)))
     assert _attention_calls(fast, batch) == 2 * 1
     recompute(fast)
     assert _attention_calls(fast, batch) == 2 * 2
     fast_runs, stock_runs = runs(fast, "decoder layer")
-    assert (fast_runs, stock_runs) == ((0, 4) if lora_dropout else (4, 0))
+    assert (fast_runs, stock_runs) == ((0, 4) if attention_dropout else (4, 0))
 
 
 @pytest.mark.parametrize("plain_is_built", ["before a model is patched", "after"])
@@ -183,7 +183,7 @@ def test_what_is_saved() -> None:
     """Recompute saves a fraction of what keep saves, and a stock fallback no more than stock's own checkpointing."""
     batch = support.random_batch(rows=2, length=64)
     kept, recomputed = (fastft.patch(support.add_lora(support.build_model())) for _ in range(2))
-    stock, fallback = twins(support.add_lora(support.build_model(), lora_dropout=0.1))
+    stock, fallback = twins(support.add_lora(support.build_model(attention_dropout=0.1)))
     unasked = saved_bytes(stock, batch)
     recompute(recomputed)
     for model in (stock, fallback):

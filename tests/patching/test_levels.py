@@ -1044,7 +1044,7 @@ def test_a_loss_in_flight_keeps_its_level_when_the_next_batch_changes_it(device:
 
 def test_a_planned_layer_that_runs_stock_is_checkpointed(device: Device, batch: Batch) -> None:
     """Whatever the plan says of its neighbours."""
-    model = support.add_lora(support.build_model(num_hidden_layers=3), lora_dropout=0.1)
+    model = support.add_lora(support.build_model(num_hidden_layers=3), use_dora=True)
     stock = copy.deepcopy(model)
     fastft.patch(model)
     for one in (model, stock):
@@ -1081,9 +1081,9 @@ def test_checkpointing_that_was_switched_on_outlasts_a_named_level() -> None:
 
 def test_a_stock_layer_under_a_named_level_checkpoints_itself() -> None:
     batch = support.random_batch(rows=2, length=64)
-    stock = support.add_lora(support.build_model(), lora_dropout=0.1)
+    stock = support.add_lora(support.build_model(attention_dropout=0.1))
     stock.gradient_checkpointing_enable()
-    fast = fastft.patch(support.add_lora(support.build_model(), lora_dropout=0.1), memory_levels="recompute")
+    fast = fastft.patch(support.add_lora(support.build_model(attention_dropout=0.1)), memory_levels="recompute")
     assert saved_bytes(fast, batch) <= 1.05 * saved_bytes(stock, batch)
 
 
