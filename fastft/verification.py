@@ -158,7 +158,8 @@ def verify(
         reference: also run a dense copy in this dtype (`torch.float64`; needs that much memory), and measure both
             against it.
         autocast: run both under autocast in this dtype, as Trainer does with `bf16=True`.
-        seed: seeds the random B matrices (of adapters that are still at zero) and dropout.
+        seed: seeds the random B matrices (of adapters that are still at zero) and dropout; but `lora_dropout` is off
+            here, because stock draws other masks.
 
     Returns:
         A `Verification`.
@@ -279,12 +280,15 @@ def _run(
 
 @contextlib.contextmanager
 def _prepared(model: nn.Module, trainable: Mapping[str, nn.Parameter], seed: int) -> Iterator[None]:
-    """Training mode, and adapters whose B is zero filled with small random numbers; all put back."""
+    """Training mode less `lora_dropout`, and adapters whose B is zero filled with small numbers; all put back."""
     modes = {module: module.training for module in model.modules()}
     zero = {n: p for n, p in trainable.items() if "lora_B" in n and not bool(p.any())}
     generator = torch.Generator().manual_seed(seed)
     try:
         model.train()
+        for name, module in model.named_modules():
+            if "lora_dropout" in name.split("."):
+                module.training = False
         with torch.no_grad():
             for parameter in zero.values():
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))

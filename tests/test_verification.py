@@ -40,6 +40,15 @@ def test_packed_documents_are_compared_with_documents_kept_apart(model: Any, pac
     assert outcome.passed, str(outcome)
 
 
+def test_lora_dropout_is_off_while_both_run() -> None:
+    """Stock draws other masks."""
+    model = fastft.patch(support.add_lora(support.build_model(), lora_dropout=0.3))
+    outcome = fastft.verify(model, support.random_batch())
+    assert outcome.passed, str(outcome)
+    assert all(check.difference > 0 for check in outcome.tensors), "fast and stock are one run"
+    assert all(module.training for module in model.modules())
+
+
 def test_a_wrong_gradient_does_not_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastft.autograd import mlp_half
 
