@@ -29,6 +29,7 @@ GPU_TESTS = {
     "join": ("test_parity", "qlora_gradients_of_each_tiny_family or flat_scales"),
     "fold": ("test_levels", "folded"),
     "sparse_product": ("test_sparse_product", "not milliseconds"),
+    "dropout": ("test_dropout", "twins_mask"),
 }
 
 

@@ -19,7 +19,9 @@ def test_kernels_are_the_files_that_hold_one(bed: Bed) -> None:
     assert "backend" not in known_kernels(REPOSITORY)
 
 
-UNMEASURED = {"sparse_product"}  # runs on request only; benchmarks/skip_probabilities.py says what it does
+# The first runs on request only (benchmarks/skip_probabilities.py says what it does); torch draws other masks than the
+# second, so there is nothing to check it against.
+UNMEASURED = {"sparse_product", "dropout"}
 
 
 def test_every_kernel_of_the_repository_can_be_validated() -> None:
