@@ -11,7 +11,8 @@ one has compiled its kernels. Every call is compared before a replay; one that d
 write fixed buffers [batch, 1, hidden] that all layers share, since each is through with them when the next one
 begins. For the same reason all captures share one memory pool: whatever lies in it was written by the same layer a
 moment ago. What leaves a layer is a copy (the cache's keys and values, the output), so nobody holds memory that the
-next token writes.
+next token writes. While a layer is between its copies the buffers are one thread's, and all is on one stream: a second
+thread that generates with the same model, and another stream, run eagerly.
 
 The pool holds one layer's working memory, dense weights for the most part (0.4 GiB at 8B). A training forward gives
 it back, and the next generation's second token captures anew.
@@ -21,6 +22,7 @@ The numbers are the eager ones: the same kernels in the same order.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +92,8 @@ class TokenGraphs:
         self._last: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._shared: dict[tuple[Any, ...], _Shared] = {}
         self._failed: str | None = None
+        self._stream: torch.cuda.Stream | None = None  # that replays are on
+        self._taken = threading.Lock()
         self.reason: str | None = None  # why the last layer that was not replayed was not
         self.replays = 0
 
@@ -111,6 +115,15 @@ class TokenGraphs:
         self.reason = self._refusal(call, x)
         if self.reason is not None:
             return None
+        if not self._taken.acquire(blocking=False):
+            self.reason = "another thread is between two copies"
+            return None
+        try:
+            return self._run(layer, call, x, cos, sin)
+        finally:
+            self._taken.release()
+
+    def _run(self, layer: nn.Module, call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         key = (*call_key(call, x, cos, sin), x.device, torch.is_inference_mode_enabled())
         graphs = self._graphs.get(layer)
         if graphs is None or graphs.key != key:
@@ -130,7 +143,7 @@ class TokenGraphs:
         self._graphs.clear()
         self._last.clear()
         self._shared.clear()
-        self._failed = self.reason = None
+        self._failed = self._stream = self.reason = None
 
     def _refusal(self, call: LayerCall, x: Tensor) -> str | None:
         if self._failed is not None:
@@ -145,6 +158,11 @@ class TokenGraphs:
             return "the caller is capturing a graph of its own"
         if not pays(2.0 * x.shape[0] * weights_of(call), x.device):
             return "the device is busy long enough for the host to keep up"
+        stream = torch.cuda.current_stream(x.device)
+        if self._stream is None or not self._graphs:
+            self._stream = stream
+        if stream != self._stream:
+            return "another stream than the graphs were made for"
         return None
 
     def _capture(

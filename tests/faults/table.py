@@ -1172,6 +1172,12 @@ _MEMORY = [
                 "return shared.y",
             ),
             (
+                "a_second_thread_in_the_middle_of_a_layer_runs_eagerly",
+                "buffers taken by two threads",
+                "if not self._taken.acquire(blocking=False):",
+                "self._taken.acquire(blocking=False)\n        if False:",
+            ),
+            (
                 "a_cache_may_keep_what_it_is_given",
                 "keys handed out where the next token writes",
                 "key=self._into.key.clone()",

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -184,6 +185,25 @@ def test_a_cache_may_keep_what_it_is_given() -> None:
     assert graphs_of(model).replays == REPLAYS
     fastft.patch(model, cuda_graphs=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, with_cache(), strict=True))
+
+
+def test_a_second_thread_in_the_middle_of_a_layer_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are the first one's."""
+    model, found = build(), []
+    attend = module.attention_half.attend
+
+    def generate_elsewhere(*arguments: Any, **named: Any) -> Any:
+        if graphs_of(model).captured == LAYERS and not found:
+            found.append(None)
+            with ThreadPoolExecutor(1) as pool:
+                found[0] = pool.submit(generate, model, prompts(seed=4)).result()
+        return attend(*arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.attention_half, "attend", generate_elsewhere)
+        ours = generate(model, prompts())
+    assert_eager_bits(model, ours, prompts())
+    assert_eager_bits(model, found[0], prompts(seed=4))
 
 
 def test_adapters_written_in_place_are_seen() -> None:
