@@ -7,6 +7,7 @@ tests/gpu/test_graphs.py has the real one.
 from __future__ import annotations
 
 import itertools
+import pathlib
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fastft.patching.plan import inner_model
 from tests import support
 from tests.memory.tapes import Tape, install
 from tests.patching.helpers import relative_error
+from tests.saving.tokenizers import byte_level
 
 LAYERS = 3
 WARM = 4  # steps, of which the last one captures
@@ -196,3 +198,40 @@ def test_a_padded_batch_is_not_made_longer_again() -> None:
 @pytest.mark.parametrize(("tokens", "alike"), [(1, 128), (128, 128), (2040, 2048), (6100, 6144), (6145, 6400)])
 def test_lengths_that_lines_are_made(tokens: int, alike: int) -> None:
     assert patching_documents.alike_length(tokens) == alike
+
+
+@pytest.mark.trl
+@pytest.mark.slow
+def test_trls_packing_is_replayed_and_logs_the_same(tmp_path: pathlib.Path) -> None:
+    """Rows that bfd packing filled nearly, laid end to end, two micro-batches a step."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 150, (300,), generator=generator).tolist()
+    rows = [torch.randint(3, 100, (n,), generator=generator).tolist() for n in lengths]
+    logs = []
+    for replays in (True, False):
+        model = fastft.patch(build(vocab_size=300), cuda_graphs=replays)
+        trainer = SFTTrainer(
+            model=model,
+            processing_class=byte_level(),
+            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            args=SFTConfig(
+                output_dir=str(tmp_path),
+                packing=True,
+                max_length=256,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                max_steps=8,
+                logging_steps=1,
+                report_to=[],
+                use_cpu=True,
+            ),
+        )
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        assert (graphs_of(model).replays > 4 * LAYERS) == replays
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name

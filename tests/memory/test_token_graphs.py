@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pathlib
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from fastft.memory import token_graphs as module
 from fastft.patching import levels
 from fastft.patching.plan import inner_model
 from tests import support
+from tests.saving.tokenizers import byte_level
 
 LAYERS, NEW = 3, 8
 REPLAYS = LAYERS * (NEW - 2)  # the first token comes of the prompt, the second runs eagerly
@@ -326,3 +328,38 @@ def test_graphs_do_not_keep_a_model_alive() -> None:
     del model
     gc.collect()
     assert died() is None
+
+
+@pytest.mark.trl
+@pytest.mark.slow
+def test_trls_grpo_is_replayed_and_logs_the_same(tmp_path: pathlib.Path) -> None:
+    """Sampled completions, and what follows from them."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    logs = []
+    for replays in (True, False):
+        model = fastft.patch(support.add_lora(support.build_model(vocab_size=300)), cuda_graphs=replays)
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=byte_level(),
+            reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+            train_dataset=Dataset.from_list([{"prompt": "abc" * i} for i in range(1, 9)]),
+            args=GRPOConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=10,
+                max_steps=3,
+                logging_steps=1,
+                report_to=[],
+                use_cpu=True,
+            ),
+        )
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        assert (graphs_of(model).replays > 0) == replays
+    assert any(entry["reward"] != logs[0][0]["reward"] for entry in logs[0]), "the completions are all alike"
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length", "num_tokens"):
+            assert ours[name] == theirs[name], name
