@@ -76,6 +76,11 @@ class LayerCall:
         norms = [n.weight if n is not None and n.weight.requires_grad else None for n in self.norms]
         return norms + flatten_leaves(self.projections)
 
+    @property
+    def seed(self) -> Tensor | None:
+        """The seed `[1]` of the dropouts of adapters' inputs, one for the layer; None where there are none."""
+        return next((p.dropout.seed for p in self.projections if p.dropout is not None), None)
+
     def with_leaves(self, leaves: list[Tensor | None]) -> LayerCall:
         """The same call over leaves as autograd hands them back."""
         norms = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from fastft.autograd.projection import Projection
 from fastft.kernels.document_attention import Documents
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["CUBLAS_WORKSPACE", "Angles", "Boundaries", "Tape", "call_key", "pays", "weights_of"]
+__all__ = ["CUBLAS_WORKSPACE", "Angles", "Boundaries", "Tape", "call_key", "pays", "weights_of", "with_seed"]
 
 CUBLAS_WORKSPACE = 32 << 20  # on Hopper, for the stream that captures; older devices take 8 MiB
 _PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
@@ -164,13 +164,24 @@ def call_key(call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any,
     )
 
 
+def with_seed(call: LayerCall, seed: Tensor) -> LayerCall:
+    """The same call, its dropouts by the seed that will be in `seed`."""
+
+    def projection(old: Projection) -> Projection:
+        return old if old.dropout is None else replace(old, dropout=replace(old.dropout, seed=seed))
+
+    q, k, v, output, gate, up, down = map(projection, call.projections)
+    return replace(call, qkv=(q, k, v), output=output, gate_up=(gate, up), down=down)
+
+
 def _projection_key(projection: Projection) -> tuple[Any, ...]:
     weight = projection.weight
     if isinstance(weight, QuantizedWeight):  # one state has one scale of scales, one code, one offset
         base = (weight.packed.data_ptr(), weight.absmax.data_ptr(), projection.fold)
     else:
         base = (weight.data_ptr(), weight.dtype)
-    return (*base, projection.scale, *map(_leaf_key, projection.leaves()), _leaf_key(projection.bias))
+    drops = None if projection.dropout is None else (projection.dropout.p, projection.dropout.stream)
+    return (*base, drops, projection.scale, *map(_leaf_key, projection.leaves()), _leaf_key(projection.bias))
 
 
 def _leaf_key(leaf: Tensor | None) -> tuple[Any, ...] | None:

@@ -10,7 +10,8 @@ their addresses stay.
 
 Graphs read and write fixed buffers:
 
-    one for each layer    x, and what its level keeps (the same bytes as without graphs, but held between steps)
+    one for each layer    x, the seed of its dropouts, and what its level keeps (the same bytes as without graphs, but
+                          held between steps)
     one for the model     y, dy, dx, cos, sin, documents' boundaries, and the adapters' gradients, which are copied out
                           right after a replay
 
@@ -43,7 +44,7 @@ from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
 from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import DocumentAttention, Documents, takes_varlen
-from fastft.memory.captures import Angles, Boundaries, Tape, call_key, pays, weights_of
+from fastft.memory.captures import Angles, Boundaries, Tape, call_key, pays, weights_of, with_seed
 
 __all__ = ["SHARED_STREAMS", "ModelGraphs"]
 
@@ -105,7 +106,8 @@ class _LayerGraph:
         call = call.with_leaves([None if leaf is None else leaf.detach() for leaf in leaves])
         if shared.boundaries is not None and isinstance(call.attention, DocumentAttention):
             call = replace(call, attention=replace(call.attention, documents=shared.boundaries.documents))
-        self._call = call
+        self._seed = None if call.seed is None else torch.empty_like(call.seed)
+        self._call = call if self._seed is None else with_seed(call, self._seed)
         self._capture_forward(self._call, tape)
 
     def _capture_forward(self, call: LayerCall, tape: Tape) -> None:
@@ -157,10 +159,13 @@ class _LayerGraph:
         """Whether a forward waits for its backward."""
         return self._ticket is not None and self._ticket() is not None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> tuple[Tensor, _Ticket]:
+    def forward(self, call: LayerCall, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, _Ticket]:
         """y, and the ticket that keeps the buffers taken."""
         self._x.copy_(x)
         self.shared.angles.load(cos, sin)
+        if self._seed is not None and call.seed is not None:
+            self._seed.copy_(call.seed)
+        documents = _documents_of(call)
         if documents is not None and self.shared.boundaries is not None:
             self.shared.boundaries.load(documents)
         self._forward.replay()
@@ -197,13 +202,13 @@ class _Replayed(torch.autograd.Function):
     def forward(
         ctx: Any,
         graph: _LayerGraph,
+        call: LayerCall,
         cos: Tensor,
         sin: Tensor,
-        documents: Documents | None,
         x: Tensor,
         *leaves: Tensor | None,
     ) -> Tensor:
-        y, ctx.ticket = graph.forward(x, cos, sin, documents)
+        y, ctx.ticket = graph.forward(call, x, cos, sin)
         ctx.graph = graph
         ctx.save_for_backward(*leaves)
         return y
@@ -318,7 +323,7 @@ class ModelGraphs:
             self.reason = "another forward is waiting for its backward"
             return None
         self.replays += 1
-        return _Replayed.apply(graph, cos, sin, documents, x, *call.leaves())  # type: ignore[no-any-return]
+        return _Replayed.apply(graph, call, cos, sin, x, *call.leaves())  # type: ignore[no-any-return]
 
     def release(self, reason: str | None = None) -> None:
         """Forget all graphs and give their memory back, for `reason`."""
@@ -347,8 +352,6 @@ class ModelGraphs:
                 return "attention over packed documents reads their lengths on the host here"
         if call.level == "offload":
             return "level offload"
-        if any(projection.dropout is not None for projection in call.projections):
-            return "lora_dropout draws a seed at every call"
         if torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph of its own"
         self._weights = weights_of(call)

@@ -1280,6 +1280,12 @@ _MEMORY = [
                 "pass",
             ),
             (
+                "lora_dropout_draws_new_masks_at_every_replay[keep]",
+                "the masks of the capture for every step",
+                "            self._seed.copy_(call.seed)\n",
+                "            pass\n",
+            ),
+            (
                 "gradients_are_the_trainers_own",
                 "gradients handed out where the next replay writes",
                 "zip(self._flat.clone().split(",

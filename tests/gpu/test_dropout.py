@@ -11,6 +11,7 @@ import torch
 import fastft
 from fastft.autograd.projection import Dropout
 from fastft.kernels.dropout import dropout, dropout_torch
+from fastft.patching import levels
 from tests import support
 from tests.autograd.pieces import Masked
 from tests.gpu import models
@@ -63,3 +64,32 @@ def test_every_level_drops_the_same_and_stocks_numbers_come_out(tmp_path: pathli
     for level, ours in found.items():
         for name, expected in stock.items():
             assert (ours[name] - expected).norm() <= 2e-3 * expected.norm(), f"{level}: {name}"
+
+
+def test_replays_draw_masks_as_eager_layers_do(tmp_path: pathlib.Path) -> None:
+    """To the bit, a seed of its own for each of two steps."""
+    model = models.load_qlora(tmp_path, torch.bfloat16, **models.MIDDLE)
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = torch.nn.Dropout(P)
+    batch = models.on_gpu(support.random_batch(1, rows=2, length=256, vocabulary=2048))
+    fastft.patch(model, memory_levels="keep")
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            models.loss_and_gradients(model, batch)
+        assert levels.graphs_of(model.get_base_model().model).captured == models.MIDDLE["num_hidden_layers"]
+        found = []
+        for graphs in (True, False):
+            fastft.patch(model, cuda_graphs=graphs)
+            torch.manual_seed(5)
+            steps = []
+            for _ in range(2):
+                made = models.loss_and_gradients(model, batch)
+                steps.append({name: tensor.clone() for name, tensor in made.items()})
+            found.append(steps)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not torch.equal(found[0][0]["loss"], found[0][1]["loss"])
+    for ours, theirs in zip(*found, strict=True):
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

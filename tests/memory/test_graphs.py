@@ -84,6 +84,25 @@ def test_replays_give_the_eager_bits(level: str) -> None:
     assert_eager_bits(model, ours, draw(9))
 
 
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_lora_dropout_draws_new_masks_at_every_replay(level: str) -> None:
+    """Those that the eager layers draw: each layer's graph reads its seed from a buffer."""
+    model = support.add_lora(support.build_model(num_hidden_layers=LAYERS), lora_dropout=0.3)
+    fastft.patch(model, memory_levels=level)
+    for seed in range(WARM):
+        step(model, draw(seed))
+    assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+    found = []
+    for graphs in (True, False):
+        fastft.patch(model, cuda_graphs=graphs)
+        with support.seeded(5):
+            found.append([step(model, draw(9)) for _ in range(2)])
+    assert graphs_of(model).replays == 0, "the last two were eager"
+    assert not torch.equal(found[0][0]["loss"], found[0][1]["loss"])
+    for ours, theirs in zip(*found, strict=True):
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
 def test_layers_are_captured_in_the_order_of_a_step() -> None:
     """All forwards, then all backwards in reverse: nothing that a layer keeps lies where an earlier replay writes."""
     model, order = build(), []
