@@ -35,11 +35,11 @@ def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
 
 
 class _Dropped:
-    """What goes through A, projection by projection."""
+    """What goes through A, projection by projection; below the stacked A_i there may be rows of padding."""
 
     rides_back = False
     _group: Sequence[Projection]
-    _lora_a: Any  # [rank, in], the A_i stacked; below them rows of padding
+    _lora_a: Any
     _first = 0
 
     def from_row(self, first: int) -> Any:

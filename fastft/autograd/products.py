@@ -26,7 +26,7 @@ itself: faster, and less precise (kernels/fold.py). Dropout of the adapters' inp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -106,21 +106,13 @@ def products(group: Sequence[Projection], dtype: torch.dtype) -> Products:
     return SeparateProducts(group, dtype)
 
 
-class JoinedProducts:
-    """One matrix for the group, made by one launch (kernels/join.py): weights, s·B along a diagonal, A."""
+class _ThroughA:
+    """What goes through the stacked A_i, which dropout makes another thing (dropped_products.py)."""
 
     rides_back = True  # whether U A may be part of the product dY W
+    _lora_a: Any  # [rank, in]; None without adapters
 
-    def __init__(self, group: Sequence[Projection], dtype: torch.dtype, fold: bool = False) -> None:
-        self._group = group
-        adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
-        self.columns = self._rank = padded_rank(adapters)
-        self._matrix = join([p.weight for p in group], adapters, dtype, fold)  # type: ignore[misc]
-        self._width = self._matrix.shape[1] - self._rank
-        self._out = self._matrix.shape[0] - self._rank
-        self._lora_a = self._matrix[self._out :, : self._width]  # [rank, in], the A_i stacked
-
-    def from_row(self, first: int) -> Products:
+    def from_row(self, first: int) -> Any:
         return self
 
     def low_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -134,6 +126,19 @@ class JoinedProducts:
     def grad_a(self, grad_low_rank: Tensor, x: Tensor) -> Tensor:
         """dA [rank, in]."""
         return torch.mm(grad_low_rank.t(), x)
+
+
+class JoinedProducts(_ThroughA):
+    """One matrix for the group, made by one launch (kernels/join.py): weights, s·B along a diagonal, A."""
+
+    def __init__(self, group: Sequence[Projection], dtype: torch.dtype, fold: bool = False) -> None:
+        self._group = group
+        adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
+        self.columns = self._rank = padded_rank(adapters)
+        self._matrix = join([p.weight for p in group], adapters, dtype, fold)  # type: ignore[misc]
+        self._width = self._matrix.shape[1] - self._rank
+        self._out = self._matrix.shape[0] - self._rank
+        self._lora_a = self._matrix[self._out :, : self._width]
 
     def input_room(self, tokens: int) -> Tensor:
         return self._matrix.new_empty((tokens, self._width + self.columns))
@@ -221,7 +226,7 @@ class FoldedProducts(JoinedProducts):
         return torch.mm(grad, matrix[:, : self._width], out=out) if needs_x else None, grad_low_rank
 
 
-class SeparateProducts:
+class SeparateProducts(_ThroughA):
     """Each weight as it lies (a 16-bit base is not copied), each adapter added to its projection's output."""
 
     columns = 0
@@ -232,23 +237,6 @@ class SeparateProducts:
         matrices = [p.lora_a.to(dtype) for p in group if p.lora_a is not None]
         self._lora_a = None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         self._lora_b = [None if p.lora_b is None else p.lora_b.to(dtype) for p in group]  # [out_i, rank_i]
-
-    def from_row(self, first: int) -> Products:
-        return self
-
-    def low_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """X Aᵀ [tokens, rank]."""
-        assert self._lora_a is not None
-        return torch.mm(x, self._lora_a.t(), out=out)
-
-    def add_low_rank(self, grad_x: Tensor, grad_low_rank: Tensor) -> Tensor:
-        """dX with U A added, in place."""
-        assert self._lora_a is not None
-        return grad_x.addmm_(grad_low_rank, self._lora_a)
-
-    def grad_a(self, grad_low_rank: Tensor, x: Tensor) -> Tensor:
-        """dA [rank, in]."""
-        return torch.mm(grad_low_rank.t(), x)
 
     def input_room(self, tokens: int) -> Tensor:
         return self._weights[0].new_empty((tokens, self._weights[0].shape[1]))

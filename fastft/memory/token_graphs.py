@@ -14,7 +14,7 @@ moment ago. What leaves a layer is a copy (the cache's keys and values, the outp
 next token writes. While a layer is between its copies the buffers are one thread's, and all is on one stream: a second
 thread that generates with the same model, and another stream, run eagerly.
 
-The pool holds one layer's working memory, dense weights for the most part (0.4 GiB at 8B). A training forward gives
+The pool holds one layer's working memory, dense weights for the most part (0.36 GiB at 8B). A training forward gives
 it back, and the next generation's second token captures anew.
 
 The numbers are the eager ones: the same kernels in the same order.

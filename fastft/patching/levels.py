@@ -180,14 +180,17 @@ def _replays(backbone: nn.Module) -> bool:
     return backbone in _graphs and _graphs[backbone].captured > 0
 
 
+def _release_graphs(backbone: nn.Module) -> None:
+    for known in (_graphs, _token_graphs):
+        if backbone in known:
+            known[backbone].release()  # type: ignore[attr-defined]
+
+
 def release(backbone: nn.Module) -> None:
     """Give the model's pinned host memory and its CUDA graphs back; the next training step makes them anew."""
     if backbone in _stores:
         _stores[backbone].release()
-    if backbone in _graphs:
-        _graphs[backbone].release()
-    if backbone in _token_graphs:
-        _token_graphs[backbone].release()
+    _release_graphs(backbone)
 
 
 def generate(backbone: nn.Module, site: registry.Site) -> None:
@@ -227,9 +230,7 @@ def set_graphs(backbone: nn.Module, site: registry.Site, enabled: bool) -> None:
         for layer in backbone._modules["layers"]._modules.values():  # type: ignore[union-attr]
             decoder_layer.graphs.pop(layer, None)  # type: ignore[arg-type]
             decoder_layer.token_graphs.pop(layer, None)  # type: ignore[arg-type]
-        for known in (_graphs, _token_graphs):
-            if backbone in known:
-                known[backbone].release()
+        _release_graphs(backbone)
 
 
 def graph_summary(backbone: nn.Module, site: registry.Site) -> str | None:

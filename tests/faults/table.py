@@ -2393,7 +2393,7 @@ _EXPORT: tuple[Fault, ...] = (
     ),
 )
 
-_LEFT_OVERS = (
+_AUTOCAST_AND_WARMING = (
     *_faults(
         "saving/fold.py",
         "tests/saving/test_probe.py::test_a_float32_save_of_a_bfloat16_model_in_4_bits_passes",
@@ -2446,7 +2446,7 @@ _LEFT_OVERS = (
 _TRACED = "tests/patching/test_traced_documents.py::test_a_compiled_graph_keeps_documents_apart_c27_c28"
 _VERIFY_PACKED = "tests/test_verification.py::test_packed_documents_are_compared_with_documents_kept_apart"
 
-_REVIEW = (
+_DOCUMENTS_AND_HELPERS = (
     *_faults(
         "patching/documents.py",
         _PACKED,
@@ -2701,7 +2701,7 @@ FAULTS: tuple[Fault, ...] = (
     *_OPERATORS,
     *_COMPRESSED,
     *_EXPORT,
-    *_LEFT_OVERS,
-    *_REVIEW,
+    *_AUTOCAST_AND_WARMING,
+    *_DOCUMENTS_AND_HELPERS,
     *_DROPOUT,
 )

@@ -105,7 +105,7 @@ def test_each_step_has_boundaries_of_its_own(family: str, settings: dict[str, An
     batch, replays = packed(30, 35, 63, seed=7), graphs_of(model).replays
     ours = step(model, batch)
     assert graphs_of(model).replays == replays + LAYERS
-    assert Tape.records == 2 * LAYERS
+    assert len(Tape.recorded) == 2 * LAYERS
     assert_eager(model, ours, batch)
 
 
@@ -131,7 +131,7 @@ def test_more_or_longer_documents_run_eagerly_until_there_is_room(lengths: tuple
     assert graphs_of(model).replays == replays
     for seed in range(WARM - 1):
         step(model, packed(40, 40, 48, seed=seed))
-    assert Tape.records == 4 * LAYERS, "captured anew, with room for all that has been seen"
+    assert len(Tape.recorded) == 4 * LAYERS, "captured anew, with room for all that has been seen"
     again = step(model, batch)
     assert graphs_of(model).replays > replays
     assert_eager(model, ours, batch)

@@ -1,8 +1,7 @@
 """When layers are captured and replayed in generation, and that replays are wired to the right numbers; on the CPU.
 
-A stand-in tape runs what it was given, where a CUDA graph would launch it. As with real graphs a replay writes the
-tensors of the capture; to be sure that nobody reads what a later replay may have written over, it spoils the results of
-all others. tests/gpu/test_generation.py has real graphs.
+A stand-in tape (tapes.py) runs what it was given, where a CUDA graph would launch it, and spoils the results of all
+others. tests/gpu/test_generation.py has real graphs.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import contextlib
 import gc
 import pathlib
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from fastft.memory import token_graphs as module
 from fastft.patching import levels
 from fastft.patching.plan import inner_model
 from tests import support
+from tests.memory.tapes import Tape, install
 from tests.saving.tokenizers import byte_level
 
 LAYERS, NEW = 3, 8
@@ -31,58 +30,10 @@ REPLAYS = LAYERS * (NEW - 2)  # the first token comes of the prompt, the second 
 GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-class Recorded:
-    """What stands for a CUDA graph."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self.result = run, run()
-
-    def tensors(self) -> list[Tensor]:
-        """What the capture's results lie in."""
-        return [t for t in self.result or () if t is not None]
-
-    def replay(self) -> None:
-        made = self._run()
-        for fixed, new in zip(self.tensors(), (t for t in made or () if t is not None), strict=True):
-            fixed.copy_(new)
-        for other in Tape.recorded:
-            if other() is not None and other() is not self:
-                for tensor in other().tensors():
-                    tensor.fill_(torch.nan)
-
-
-class Tape:
-    """Keeps what was recorded over all tapes; `fails_at` makes a recording fail."""
-
-    recorded: ClassVar[list[Any]] = []
-    made = 0
-    fails_at: int | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        Tape.made += 1
-
-    def record(self, run: Callable[[], Any]) -> tuple[Recorded, Any]:
-        if len(Tape.recorded) == Tape.fails_at:
-            raise RuntimeError("no capture today")
-        graph = Recorded(run)
-        Tape.recorded.append(weakref.ref(graph))
-        return graph, graph.result
-
-
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for CPU layers."""
-
-    def refusal(self: Any, call: Any, x: Tensor) -> str | None:
-        return self._failed or ("more than one token of a row" if x.shape[1] != 1 else None)
-
-    Tape.recorded, Tape.made, Tape.fails_at = [], 0, None
-    monkeypatch.setattr(module, "Tape", Tape)
-    monkeypatch.setattr(module.TokenGraphs, "_refusal", refusal)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    yield
-    Tape.recorded = []
+    install(monkeypatch)
 
 
 def build(family: str = "llama", **settings: Any) -> Any:
