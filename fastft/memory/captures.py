@@ -115,7 +115,8 @@ class Boundaries:
     def __init__(self, like: Documents, count: int, longest: int) -> None:
         buffer = torch.empty(count + 1, dtype=torch.int32, device=like.device)
         self.documents = Documents(like.rows, like.length, (longest,), like.device, buffer)  # what a capture bakes in
-        self._buffer = buffer
+        # the same memory without its version: what attention saved of it in a capture stays good for the backward
+        self._buffer = buffer.data
         self._loaded: Documents | None = None
         self.load(like)
 

@@ -1201,6 +1201,12 @@ _MEMORY = [
                 "self._buffer[count:].fill_(documents.rows * documents.length)",
                 "pass",
             ),
+            (
+                "a_load_is_no_write_to_what_a_capture_saved",
+                "a load counted as a write to what attention saved",
+                "self._buffer = buffer.data",
+                "self._buffer = buffer",
+            ),
         ],
     ),
     *_faults(

@@ -39,7 +39,7 @@ def planned_model(folder: str, level: str) -> Any:
     """A 4-bit model of middle size on the current GPU, every rank the same adapters."""
     torch.manual_seed(0)
     model = models.load_qlora(pathlib.Path(folder), torch.bfloat16, **models.MIDDLE)
-    return fastft.patch(model, memory_levels=level, cuda_graphs="auto")
+    return fastft.patch(model, memory_levels=level)
 
 
 def work(rank: int, port: int, level: str, folder: str) -> None:

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 import fastft
 from fastft.kernels import document_attention as attention
+from fastft.kernels.document_attention import Documents
+from fastft.memory.captures import Boundaries
 from fastft.memory.graphs import ModelGraphs
 from fastft.patching import documents as patching_documents
 from fastft.patching import levels
@@ -47,6 +49,20 @@ def over_boundaries(
         output = functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+class SavesBoundaries(torch.autograd.Function):
+    """Saves boundaries as FlashAttention does: autograd then checks that nobody has written to them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, boundaries: Tensor) -> Tensor:
+        ctx.save_for_backward(boundaries)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        return grad, None
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +152,20 @@ def test_more_or_longer_documents_run_eagerly_until_there_is_room(lengths: tuple
     assert graphs_of(model).replays > replays
     assert_eager(model, ours, batch)
     assert_eager(model, again, batch)
+
+
+def test_a_load_is_no_write_to_what_a_capture_saved() -> None:
+    """Attention saves the buffer in its own graph when captured; the next forward's load must not spoil the backward.
+
+    The tape here runs the forward anew at each replay, so a model would not show it: tests/gpu/test_parity.py did.
+    """
+    device = torch.device("cpu")
+    boundaries = Boundaries(Documents(1, 128, (40, 40, 48), device), 4, 64)
+    x = torch.ones(128, requires_grad=True)
+    output = SavesBoundaries.apply(x, boundaries.documents.boundaries)
+    boundaries.load(Documents(1, 128, (64, 31, 33), device))
+    assert boundaries.documents.boundaries.tolist() == [0, 64, 95, 128, 128]
+    output.sum().backward()
 
 
 def test_full_rows_and_packed_ones_have_graphs_of_their_own() -> None:
