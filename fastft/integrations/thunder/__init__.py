@@ -6,9 +6,9 @@
     with fastft_thunder.patch_litgpt():
         model = thunder.jit(gpt, executors=fastft_thunder.executors("sdpa", "fastft", "torchcompile_cat", "torch"))
 
-What is claimed with no further word: `F.cross_entropy`, `F.rms_norm` and `nn.RMSNorm`, and every function of
-`fastft.functional` but `dequantize`. `patch_litgpt` and `prepare_hf` bring litgpt's and transformers' own modules to
-these functions. docs/compilers.md walks through all of it.
+What is claimed with no further word: `F.cross_entropy`, `F.rms_norm` and `nn.RMSNorm`, attention by
+`F.scaled_dot_product_attention`, and every function of `fastft.functional` but `dequantize`. `patch_litgpt` and
+`prepare_hf` bring litgpt's and transformers' own modules to these functions. docs/compilers.md walks through all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import_thunder()
 
 from fastft.integrations.thunder import (  # noqa: E402
     add,
+    attention,
     cat,
     cross_entropy,
     linear_cross_entropy,
@@ -39,4 +40,16 @@ from fastft.integrations.thunder.plugin import Plugin  # noqa: E402
 __all__ = ["FastftExecutor", "InPlaceLoss", "Plugin", "executor", "executors", "patch_litgpt", "prepare_hf"]
 
 # Each registers its own
-_OPERATIONS = (add, cat, cross_entropy, linear_cross_entropy, lora_linear, repeat, rms_norm, rope, swiglu, views)
+_OPERATIONS = (
+    add,
+    attention,
+    cat,
+    cross_entropy,
+    linear_cross_entropy,
+    lora_linear,
+    repeat,
+    rms_norm,
+    rope,
+    swiglu,
+    views,
+)

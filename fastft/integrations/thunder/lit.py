@@ -1,15 +1,21 @@
-"""litgpt's own modules on our functions: its RMSNorm, its SwiGLU and its rotation.
+"""litgpt's own modules on our functions: its RMSNorm, its SwiGLU, its rotation, and its grouped queries.
 
-litgpt writes these three out in torch operations. Thunder would see `pow`, `mean`, `mul`; an executor can only claim
-what has a name (`apply_rope` has one, and is claimed as it is). So the two forwards are exchanged for ones that call
+litgpt writes the first three out in torch operations. Thunder would see `pow`, `mean`, `mul`; an executor can only
+claim what has a name (`apply_rope` has one, and is claimed as it is). So two forwards are exchanged for ones that call
 `fastft.functional`, on the classes (litgpt builds its models from them), and the rotation for one that runs our
-operator in eager torch and under `torch.compile` too: for the duration of a context, or until `restore()`.
+operator in eager torch and under `torch.compile` too. Keys and values of grouped queries it repeats for each query's
+head, eight times what was projected in TinyLlama's shape; torch's attention takes them as they are (`enable_gqa`), and
+so does ours. All of this for the duration of a context, or until `restore()`.
 """
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from fastft import functional
 from fastft.integrations.thunder.executor import executor
@@ -37,7 +43,37 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
     return rope_one_op(x, cos, sin, False)
 
 
-_ORIGINALS: dict[str, Any] = {}  # litgpt's own function, filled in when litgpt is first imported here
+def _attention_forward(self: Any, x: Any, cos: Any, sin: Any, mask: Any = None, *rest: Any) -> Any:
+    """`litgpt.model.CausalSelfAttention.forward` where it would repeat keys and values; else litgpt's own."""
+    import litgpt.model
+
+    config = self.config
+    if (
+        mask is not None
+        or any(argument is not None for argument in rest)  # positions, of generation with a cache
+        or config.n_query_groups == config.n_head
+        or config.attention_logit_softcapping is not None
+        or self.apply_sliding_window_attention
+        or type(self).scaled_dot_product_attention is not litgpt.model.CausalSelfAttention.scaled_dot_product_attention
+    ):
+        return _ORIGINALS["attention"](self, x, cos, sin, mask, *rest)
+    batch, length, _ = x.size()
+    sizes = [heads * config.head_size for heads in (config.n_head, config.n_query_groups, config.n_query_groups)]
+    q, k, v = self.qkv(x).split(sizes, dim=-1)
+    if config.norm_qk and config.norm_qk_type == "olmo2":
+        q, k = self.norm_q(q), self.norm_k(k)
+    q, k, v = (part.view(batch, length, -1, config.head_size).transpose(1, 2) for part in (q, k, v))
+    if config.norm_qk and config.norm_qk_type == "default":
+        q, k = self.norm_q(q), self.norm_k(k)
+    rotate = litgpt.model.apply_rope_interleave if config.rope_interleave else litgpt.model.apply_rope
+    turned = config.rope_n_elem
+    q, k = (torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1) for x in (q, k))
+    scale = self.mscale * self.mscale / math.sqrt(config.attention_scores_scalar or config.head_size)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return self.proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+_ORIGINALS: dict[str, Any] = {}  # litgpt's own functions, filled in when litgpt is first imported here
 
 
 class LitgptPatch:
@@ -48,11 +84,14 @@ class LitgptPatch:
 
         if litgpt.model.apply_rope is not _rotate:
             _ORIGINALS["apply_rope"] = litgpt.model.apply_rope
+        if litgpt.model.CausalSelfAttention.forward is not _attention_forward:
+            _ORIGINALS["attention"] = litgpt.model.CausalSelfAttention.forward
         executor.substitute((_ORIGINALS["apply_rope"], _rotate), rope_one)
         wanted = (
             (litgpt.model.RMSNorm, "forward", _norm_forward),
             (litgpt.model.LLaMAMLP, "forward", _mlp_forward),
             (litgpt.model, "apply_rope", _rotate),
+            (litgpt.model.CausalSelfAttention, "forward", _attention_forward),
         )
         self._originals: list[tuple[Any, str, Any, Any]] = []
         for owner, name, replacement in wanted:
@@ -78,6 +117,8 @@ class LitgptPatch:
 
 def patch_litgpt() -> LitgptPatch:
     """Have litgpt's RMSNorm, LLaMAMLP and apply_rope run on fastft: in Thunder, under `torch.compile`, in eager torch.
+
+    CausalSelfAttention, where queries are grouped, hands its keys and values to torch's attention unrepeated.
 
     Models that exist and models built later are both concerned. Tracing happens at a jitted model's first call, which
     has to lie inside the context; and then the list of executors has to hold "fastft", because Thunder alone knows

@@ -4,6 +4,7 @@ No kernel of ours: a claim for what is kept. Attention's backward reads keys and
 queries have, and Thunder saves what it reads: with 32 heads over 4, eight times what was projected. So the forward
 keeps the heads as they were, and the backward repeats them again, a copy. They are kept in a buffer of their own,
 because a projection's output is often one for queries, keys and values, and a view of it would keep all three.
+(Before attention that is ours nothing is repeated at all; this is for what it declines.)
 
 Both steps are primitives. Within a fused region Thunder would rather make a copy again, from what it was made of: and
 keep that, the whole projection (its cut between regions weighs tensors by dtype, not by size).
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fastft.integrations.thunder.executor import TensorProxy, executor, made_again
 
-__all__ = ["claim_repeat_kv"]
+__all__ = ["claim_repeat_kv", "kept"]
 
 
 def _kept_meta(a: Any) -> Any:
@@ -29,7 +30,8 @@ def _kept_meta(a: Any) -> Any:
 
 
 def _kept_run(a: Tensor) -> Tensor:
-    return a.clone(memory_format=torch.contiguous_format)
+    """`a`, in a storage that holds nothing else; a copy keeps the order of its strides."""
+    return a if a.untyped_storage().nbytes() == a.nbytes else a.clone()
 
 
 def _repeat_meta(a: Any, repeats: int, dim: int) -> Any:
@@ -38,7 +40,7 @@ def _repeat_meta(a: Any, repeats: int, dim: int) -> Any:
     return TensorProxy(like=a, shape=tuple(shape))
 
 
-_kept = executor.register_operator("fastft_kept", meta=_kept_meta, fn=_kept_run)
+kept = executor.register_operator("fastft_kept", meta=_kept_meta, fn=_kept_run)
 _repeat = executor.register_operator("fastft_repeat", meta=_repeat_meta, fn=torch.repeat_interleave)
 
 
@@ -54,7 +56,7 @@ def _forward(input: Any, repeats: Any, dim: Any = None, *, output_size: int | No
 
 def _gradient(input: Any, repeats: Any, dim: Any = None, *, output_size: int | None = None) -> Any:
     dim = dim % input.ndim
-    output = _repeat(_kept(input), repeats, dim)
+    output = _repeat(kept(input), repeats, dim)
     shape = tuple(input.shape)
     grouped = ltorch.reshape(get_grad(output), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
     put_grad(input, ltorch.sum(grouped, dim + 1))

@@ -14,6 +14,7 @@ from torch import nn
 
 import fastft.integrations.thunder as fastft_thunder
 from fastft import functional, operators
+from fastft.integrations.thunder import repeat
 from fastft.kernels.backend import interpreting, uses_triton
 from tests.integrations.thunder.harness import DEVICE, assert_same, backward_names, forward_names, jit, leaf
 from tests.operators.test_operators import quantized
@@ -286,3 +287,63 @@ def test_lora_over_a_packed_4_bit_weight(nested: bool, bias: bool) -> None:
         torch.testing.assert_close(ours, theirs)
     assert forward_names(jitted) == {"lora_linear_4bit": 1}
     assert backward_names(jitted) == {"lora_linear_4bit_backward": 1}
+
+
+ATTENTION = {"forward": {"attention": 1, "kept": 2}, "backward": {"attention_backward": 1}}
+HEAD = 16  # of attention's tensors [2, heads, 12, HEAD]
+ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="32 bits are Thunder's on a GPU")
+
+
+def heads(count: int, dtype: torch.dtype = torch.float32, length: int = 12) -> torch.Tensor:
+    """[2, count, length, HEAD], a transposed view as projections give it."""
+    return leaf(2, length, count, HEAD, dtype=dtype).transpose(1, 2).detach().requires_grad_()
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("settings", [{"is_causal": True}, {}, {"is_causal": True, "scale": 0.3}], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=ON_CPU), torch.bfloat16], ids=str)
+def test_attention_over_grouped_queries(dtype: torch.dtype, settings: dict[str, Any], groups: int) -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **settings)
+
+    tensors = heads(4, dtype), heads(groups, dtype), heads(groups, dtype)
+    assert_same(attend, *tensors, tolerance=tolerance(dtype), **ATTENTION)
+    assert fastft_thunder.executor.declined == {}
+
+
+@ON_CPU
+def test_attention_without_gradients_keeps_nothing() -> None:
+    tensors = [heads(4).detach() for _ in "qkv"]
+    assert_same(F.scaled_dot_product_attention, *tensors, forward={"attention": 1}, backward={})
+
+
+MASK = torch.ones(12, 12, dtype=torch.bool).tril()
+DECLINED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a mask": ({"attn_mask": MASK}, 12, "a mask"),
+    "more keys than queries": ({"is_causal": True}, 16, "not the queries' own"),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("case", DECLINED)
+def test_attention_that_is_not_ours_repeats_keys_and_says_why(case: str) -> None:
+    settings, length, reason = DECLINED[case]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **settings)
+
+    tensors = heads(4), heads(2, length=length), heads(2, length=length)
+    backward = {"repeat": 1}  # written out, it reads the values again and the keys only scaled
+    assert_same(attend, *tensors, forward={"kept": 2, "repeat": 2}, backward=backward)
+    assert reason in " ".join(fastft_thunder.executor.declined["scaled_dot_product_attention"])
+
+
+def test_keys_and_values_are_copied_where_they_are_part_of_something_larger() -> None:
+    """Kept, a view would keep all of it; and a tensor of its own needs no copy."""
+    whole = torch.randn(2, 12, 96, device=DEVICE)
+    part = whole[..., 64:].view(2, 12, 2, HEAD).transpose(1, 2)
+    copy = repeat._kept_run(part)
+    assert copy.untyped_storage().nbytes() == part.numel() * part.element_size()
+    assert copy.stride() == part.contiguous().transpose(1, 2).contiguous().transpose(1, 2).stride()
+    alone = torch.randn(2, 12, 2, HEAD, device=DEVICE).transpose(1, 2)
+    assert repeat._kept_run(alone) is alone
