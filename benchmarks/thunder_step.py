@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--masked", type=float, default=0.0, help="share of the labels that is ignored")
-    parser.add_argument("--timeout", type=int, default=400, help="seconds that rows may take to compile")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds that a row may take to compile")
     parser.add_argument("--at-once", type=int, default=4, help="rows on the device at the same time")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out")
@@ -254,6 +254,7 @@ class Row:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == READY:
+                self._killer.cancel()  # it may wait for the others as long as they take
                 return
             if line.startswith("{"):
                 self.line = line.strip()
@@ -267,7 +268,6 @@ class Row:
     def turn(self) -> None:
         """Let it run its next iterations, and wait for their end."""
         assert self._process.stdin is not None
-        self._killer.cancel()
         with contextlib.suppress(BrokenPipeError):  # it has died, and `wait` finds out of what
             self._process.stdin.write("go\n")
             self._process.stdin.flush()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fastft.kernels.backend import hash_ahead
 from fastft.loading.adapter import (
     check_names,
     enable_checkpointing,
@@ -110,7 +111,10 @@ class FastModel:
             legacy = kwargs.pop("torch_dtype")
             dtype = legacy if dtype is None else dtype
         device_map = resolve_device_map(device_map)
-        dtype = choose_dtype(dtype, mapped_devices(device_map))
+        devices = mapped_devices(device_map)
+        dtype = choose_dtype(dtype, devices)
+        if any(device.type == "cuda" for device in devices):
+            hash_ahead()
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         source = resolve_source(model_name, gguf_file=gguf_file, token=token, revision=revision, **hub)
         adapter = source if source.kind == "adapter" else None

@@ -8,6 +8,8 @@ only one that imports it. Kernel files write `from fastft.kernels.backend import
 
 from __future__ import annotations
 
+import importlib
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +39,17 @@ else:
         tl = types.SimpleNamespace(constexpr=Any)
         HAS_TRITON = False
 
-__all__ = ["HAS_TRITON", "interpreting", "launch", "launch_on", "next_power_of_2", "tl", "triton", "uses_triton"]
+__all__ = [
+    "HAS_TRITON",
+    "hash_ahead",
+    "interpreting",
+    "launch",
+    "launch_on",
+    "next_power_of_2",
+    "tl",
+    "triton",
+    "uses_triton",
+]
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
@@ -53,6 +65,24 @@ def interpreting() -> bool:
 
 
 _INTERPRETING = interpreting()
+
+
+def hash_ahead() -> threading.Thread | None:
+    """Have Triton hash itself in a thread, to be called before a model's weights are read.
+
+    The key of Triton's kernel cache holds a hash of its own library, 400 to 500 MB; a process computes it once, before
+    its first kernel, which takes half a second or more of the first step. Reading and hashing need no Python lock.
+
+    Returns:
+        The thread; None where this Triton has no such function, or there is none.
+    """
+    try:
+        key = importlib.import_module("triton.runtime.cache").triton_key
+    except (ImportError, AttributeError):
+        return None
+    thread = threading.Thread(target=key, name="fastft-hash", daemon=True)
+    thread.start()
+    return thread
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastft.kernels.backend import _specialization, interpreting, next_power_of_2, uses_triton
+from fastft.kernels.backend import _specialization, hash_ahead, interpreting, next_power_of_2, uses_triton
 
 
 def test_interpreted_pass_runs_the_triton_kernels() -> None:
@@ -25,6 +25,24 @@ def test_float64_always_takes_the_twin() -> None:
 
 def test_next_power_of_2() -> None:
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+def test_triton_s_hash_of_itself_is_there_when_the_thread_is_done() -> None:
+    """Half a second or more of a first step, which looks for its first kernel in Triton's cache."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    thread = hash_ahead()
+    assert thread is not None
+    thread.join()
+    known = cache.triton_key.cache_info()
+    assert known.currsize == 1
+    cache.triton_key()
+    assert cache.triton_key.cache_info().hits == known.hits + 1
+
+
+def test_nothing_is_hashed_where_triton_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    monkeypatch.delattr(cache, "triton_key")
+    assert hash_ahead() is None
 
 
 def test_launch_keys_are_as_fine_as_tritons() -> None:
