@@ -7,13 +7,12 @@ AutoTokenizer gives. This file puts the calls in order; each decision has its fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastft.kernels.backend import hash_ahead
 from fastft.loading.adapter import (
     check_names,
     enable_checkpointing,
@@ -113,8 +112,6 @@ class FastModel:
         device_map = resolve_device_map(device_map)
         devices = mapped_devices(device_map)
         dtype = choose_dtype(dtype, devices)
-        if any(device.type == "cuda" for device in devices):
-            hash_ahead()
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         source = resolve_source(model_name, gguf_file=gguf_file, token=token, revision=revision, **hub)
         adapter = source if source.kind == "adapter" else None
@@ -133,6 +130,8 @@ class FastModel:
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
 
+        compiling = compile_during_load(config, dtype, devices)
+
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -147,7 +146,10 @@ class FastModel:
         note_native_window(config, max_seq_length)
         if adapter is not None:
             model = _with_adapter(model, adapter)
-        return bind(patch(model, strict=strict, max_seq_length=max_seq_length)), tokenizer
+        model = patch(model, strict=strict, max_seq_length=max_seq_length)
+        if compiling is not None:
+            compiling(inner_model(model))
+        return bind(model), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -298,6 +300,23 @@ class FastModel:
 
 
 FastLanguageModel = FastModel  # the name that people who come from Unsloth type
+
+
+def compile_during_load(
+    config: Any, dtype: torch.dtype, devices: Iterable[torch.device]
+) -> Callable[[Any], None] | None:
+    """Begin compiling the kernels of a model that is about to be read onto a GPU.
+
+    Returns:
+        To be called with the transformers model when it is there: its first step then waits for what is still
+        compiling. None where nothing has begun.
+    """
+    device = next((device for device in devices if device.type == "cuda"), None)
+    if device is None:
+        return None
+    from fastft.patching import warm
+
+    return warm.begin(config, dtype, device)
 
 
 def compile_ahead(model: Any) -> None:

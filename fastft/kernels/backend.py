@@ -67,22 +67,28 @@ def interpreting() -> bool:
 _INTERPRETING = interpreting()
 
 
-def hash_ahead() -> threading.Thread | None:
-    """Have Triton hash itself in a thread, to be called before a model's weights are read.
+_hashing: threading.Thread | None = None
 
-    The key of Triton's kernel cache holds a hash of its own library, 400 to 500 MB; a process computes it once, before
-    its first kernel, which takes half a second or more of the first step. Reading and hashing need no Python lock.
+
+def hash_ahead() -> threading.Thread | None:
+    """Have Triton hash itself in a thread, once a process; to be called before a model's weights are read.
+
+    The key of Triton's kernel cache holds a hash of its own library, 400 to 500 MB, computed before a process's first
+    kernel: half a second or more of a first step, and as often as there are threads that compile at the time. Reading
+    and hashing need no Python lock.
 
     Returns:
         The thread; None where this Triton has no such function, or there is none.
     """
-    try:
-        key = importlib.import_module("triton.runtime.cache").triton_key
-    except (ImportError, AttributeError):
-        return None
-    thread = threading.Thread(target=key, name="fastft-hash", daemon=True)
-    thread.start()
-    return thread
+    global _hashing
+    if _hashing is None:
+        try:
+            key = importlib.import_module("triton.runtime.cache").triton_key
+        except (ImportError, AttributeError):
+            return None
+        _hashing = threading.Thread(target=key, name="fastft-hash", daemon=True)
+        _hashing.start()
+    return _hashing
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,12 @@
-"""Compiling a model's Triton kernels in threads while its user builds a trainer.
+"""Compiling a model's Triton kernels in threads while its weights are read and its user builds a trainer.
 
 A kernel compiles in about a second, most of it outside of Python's lock, so a dozen of them in threads are done about
 when the slowest is; one after another in the first step they would be most of that step. Each job launches the real
 kernels, through the real launchers, over a few rows: shapes decide what is compiled, the number of rows does not.
+
+`begin` knows a model by its config alone, before there are weights: norms, rotation, activation and loss, over
+stand-ins of the projections' shapes. `start` has the model with its adapters, and does all of it: what `begin` compiled
+is found, and what goes by the adapters (the joined 4-bit matrices, a rank that is no multiple of 16) is compiled then.
 
 Meanwhile the model is its user's, and a trainer may exchange what a parameter holds: TRL casts the adapters of a
 quantized model to bfloat16 (`parameter.data = …`). A job that had seen the float32 tensor would then launch the float32
@@ -19,7 +23,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -29,15 +33,16 @@ from torch import Tensor, nn
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.products import products
 from fastft.autograd.projection import Projection
+from fastft.kernels.backend import hash_ahead
 from fastft.kernels.cross_entropy import cross_entropy
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
 from fastft.kernels.swiglu import swiglu, swiglu_backward
 from fastft.patching import decoder_layer, registry
-from fastft.patching.families import FAMILIES
+from fastft.patching.families import FAMILIES, Family
 
-__all__ = ["finish", "start"]
+__all__ = ["begin", "finish", "start"]
 
 _ROWS = 32
 _TRAINER_OUTPUTS = ("entropy", "is_top1")  # what TRL's trainers log
@@ -46,13 +51,37 @@ _running: weakref.WeakKeyDictionary[nn.Module, list[Future[None]]] = weakref.Wea
 _log = logging.getLogger(__name__)
 
 
+def begin(config: Any, dtype: torch.dtype, device: torch.device) -> Callable[[Any], None] | None:
+    """Begin compiling for a model of which there is only the config; returns at once.
+
+    Args:
+        config: of a transformers model.
+        dtype: that it will be loaded in.
+        device: a CUDA device that it will be loaded to.
+
+    Returns:
+        To be called with the transformers model, whose first step then waits for what has begun; None where nothing
+        has, because no layer of such a model would be ours.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    hash_ahead()
+    futures = _submit(_jobs_of_a_config(config, family, dtype, device), device)
+
+    def adopt(model: Any) -> None:
+        _running[_backbone_of(model)] = futures
+
+    return adopt
+
+
 def start(model: Any) -> None:
     """Begin compiling for a planned model on a CUDA device; returns at once.
 
     Args:
         model: the transformers model inside the PEFT wrapper.
     """
-    backbone = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    backbone = _backbone_of(model)
     layers = [m for m in backbone.modules() if (s := registry.site_of(m)) is not None and s.part == "decoder layer"]
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not layers or dtype not in (torch.bfloat16, torch.float16):
@@ -68,13 +97,34 @@ def start(model: Any) -> None:
     vocabulary = int(model.config.vocab_size)
     jobs = [
         *_layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, device),
-        lambda: _loss(vocabulary, dtype, device, ()),
-        lambda: _loss(vocabulary, dtype, device, _TRAINER_OUTPUTS),
+        *(partial(_loss, vocabulary, dtype, device, outputs) for outputs in ((), _TRAINER_OUTPUTS)),
         *_jobs_after_a_cast(projections, dtype),
     ]
+    hash_ahead()
+    begun = _running.get(backbone, [])
+    _running[backbone] = [*begun, *_submit(jobs, device, begun)]
+
+
+def _backbone_of(model: Any) -> Any:
+    return getattr(model, getattr(model, "base_model_prefix", ""), model)
+
+
+def _submit(
+    jobs: Sequence[Callable[[], None]], device: torch.device, after: Sequence[Future[None]] = ()
+) -> list[Future[None]]:
+    """The jobs in threads of their own, once Triton has its hash and `after` is done: two would compile the same."""
+
+    def run(job: Callable[[], None]) -> None:
+        hashing = hash_ahead()
+        if hashing is not None:
+            hashing.join()
+        wait(after)
+        _run(job, device)
+
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="fastft-compile")
-    _running[backbone] = [pool.submit(_run, job, device) for job in jobs]
+    futures = [pool.submit(run, job) for job in jobs]
     pool.shutdown(wait=False)
+    return futures
 
 
 def finish(backbone: nn.Module) -> None:
@@ -104,6 +154,23 @@ def _held(projection: Projection) -> Projection:
 def _run(job: Callable[[], None], device: torch.device) -> None:
     with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
         job()
+
+
+def _jobs_of_a_config(
+    config: Any, family: Family, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], None]]:
+    """What can be compiled before there are weights: `[out, in]` of a layer's projections is known."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
+    shapes += [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
+    one = torch.empty(1, 1, dtype=dtype, device=device)  # no product is made: a weight is a shape here
+    norm = Norm(torch.ones(hidden, dtype=dtype, device=device), config.rms_norm_eps, family.norm_mode)
+    return [
+        *_layer_jobs([Projection(one.expand(shape)) for shape in shapes], norm, head_dim, dtype, device),
+        *(partial(_loss, config.vocab_size, dtype, device, outputs) for outputs in ((), _TRAINER_OUTPUTS)),
+    ]
 
 
 def _layer_jobs(

@@ -1186,6 +1186,24 @@ _MEMORY = [
         ],
     ),
     *_faults(
+        "patching/warm.py",
+        "tests/patching/test_warm.py::test_",
+        [
+            (
+                "what_a_config_says_is_what_the_layer_is[llama-False]",
+                "as many key heads as query heads",
+                "config.num_key_value_heads * head_dim",
+                "config.num_attention_heads * head_dim",
+            ),
+            (
+                "the_first_step_waits_for_what_began_before_the_weights",
+                "two threads compile the same kernel",
+                "        wait(after)\n",
+                "",
+            ),
+        ],
+    ),
+    *_faults(
         "memory/captures.py",
         _PACKED_GRAPHS,
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +33,74 @@ def test_jobs_run_on_the_shapes_of_a_layer(family: str) -> None:
         for job in warm._layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, torch.device("cpu")):
             job()
         warm._loss(97, dtype, torch.device("cpu"), warm._TRAINER_OUTPUTS)
+
+
+@pytest.mark.parametrize(("family", "quantized"), [("llama", False), ("llama", True), ("qwen3", False)])
+def test_what_a_config_says_is_what_the_layer_is(
+    family: str, quantized: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled while weights are read, and found when the model is there: each launch has the same key."""
+    dtype, cpu = torch.float16 if interpreting() else torch.bfloat16, torch.device("cpu")
+    model = support.build_model(family)
+    model = support.load_4bit(model, tmp_path, dtype=dtype) if quantized else model.to(dtype)
+    model = fastft.patch(support.add_lora(model, r=16))
+    layer: Any = model.get_base_model().model.layers[0]
+    declared = FAMILIES[registry.site_of(layer).model_type]
+    projections = decoder_layer.reader_of(layer, declared).projections(dtype, autocast=True)
+    norm = Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon, declared.norm_mode)
+    later = warm._layer_jobs(projections, norm, layer.self_attn.head_dim, dtype, cpu)
+    before = warm._jobs_of_a_config(model.config, declared, dtype, cpu)
+    seen: list[tuple[Any, ...]] = []
+    for name in ("rms_norm", "rms_norm_backward", "rope", "swiglu", "swiglu_backward"):
+        monkeypatch.setattr(warm, name, lambda *a, name=name, **o: seen.append((name, *described(a), *described(o))))
+    runs = []
+    for jobs in (before[: len(later)], later):
+        for job in jobs:
+            job()
+        runs.append(list(seen))
+        seen.clear()
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 11
+    assert len(before) == len(later) + 2
+
+
+def described(arguments: Any) -> list[Any]:
+    """Arguments as a launch is found by: of tensors dtype, shape and whether strides divide by 16; or themselves."""
+    items = arguments.values() if isinstance(arguments, dict) else arguments
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, tuple):
+            found += described(item)
+        elif isinstance(item, torch.Tensor):
+            found.append((item.dtype, tuple(item.shape), tuple((n == 1, n % 16 == 0) for n in item.stride())))
+        else:
+            found.append(item)
+    return found
+
+
+def test_the_first_step_waits_for_what_began_before_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what begins with the adapters waits for it too: two threads would compile the same kernel."""
+    model, order, gate = support.build_model(), [], threading.Event()
+    monkeypatch.setattr(warm, "_jobs_of_a_config", lambda *_: [lambda: (gate.wait(10), order.append("config"))])
+    adopt = warm.begin(model.config, torch.bfloat16, torch.device("cpu"))
+    assert adopt is not None
+    adopt(model)
+    begun = warm._running[model.model]
+    warm._running[model.model] = [
+        *begun,
+        *warm._submit([lambda: order.append("adapters")], torch.device("cpu"), begun),
+    ]
+    gate.set()
+    warm.finish(model.model)
+    assert order == ["config", "adapters"]
+    assert model.model not in warm._running
+
+
+def test_nothing_begins_for_a_model_that_is_not_ours() -> None:
+    config, cpu = support.build_model().config, torch.device("cpu")
+    assert warm.begin(config, torch.float32, cpu) is None
+    config.model_type = "opt"
+    assert warm.begin(config, torch.bfloat16, cpu) is None
 
 
 def test_nothing_starts_without_a_gpu() -> None:
