@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -81,6 +82,7 @@ def described(arguments: Any) -> list[Any]:
 def test_the_first_step_waits_for_what_began_before_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what begins with the adapters waits for it too: two threads would compile the same kernel."""
     model, order, gate = support.build_model(), [], threading.Event()
+    monkeypatch.setattr(warm, "hash_ahead", lambda: None)
     monkeypatch.setattr(warm, "_jobs_of_a_config", lambda *_: [lambda: (gate.wait(10), order.append("config"))])
     adopt = warm.begin(model.config, torch.bfloat16, torch.device("cpu"))
     assert adopt is not None
@@ -90,6 +92,7 @@ def test_the_first_step_waits_for_what_began_before_the_weights(monkeypatch: pyt
         *begun,
         *warm._submit([lambda: order.append("adapters")], torch.device("cpu"), begun),
     ]
+    time.sleep(0.1)  # in which nothing happens
     gate.set()
     warm.finish(model.model)
     assert order == ["config", "adapters"]
