@@ -31,6 +31,7 @@ HIDDEN, HEADS, GROUPS, INTERMEDIATE, VOCABULARY = 32, 8, 2, 88, 256
 HEAD = HIDDEN // HEADS
 FUSION = "sdpa", "torchcompile", "torch"
 OURS = "sdpa", "fastft", "torchcompile", "torch"
+IN_32_BITS = "attention in 32 bits is Thunder's on a GPU, with backends that keep other things"
 UNFUSED = "sdpa", "fastft", "torchcompile_cat", "torch"
 
 
@@ -154,6 +155,8 @@ OPERATIONS: dict[
 @pytest.mark.parametrize("case", OPERATIONS)
 def test_an_operator_s_output_is_made_again_and_not_kept(case: str) -> None:
     ours, written_out, shapes, elements, names = OPERATIONS[case]
+    if "attention_backward" in names and DEVICE == "cuda":
+        pytest.skip(IN_32_BITS)
     arguments = tuple(leaf(*shape) if shape != (TOKENS,) else labels() for shape in shapes)
     trained = [argument for argument in arguments if argument.requires_grad]
     jitted = jit(ours, OURS)
@@ -215,6 +218,7 @@ AGAIN = Counter(rms_norm=3, swiglu=1)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("litgpt"), reason="litgpt is not installed")
+@pytest.mark.skipif(DEVICE == "cuda", reason=IN_32_BITS)
 @pytest.mark.parametrize("names", [OURS, UNFUSED], ids=["beside fusion", "instead of fusion"])
 def test_a_step_keeps_the_least_and_less_than_fusion_alone(names: tuple[str, ...]) -> None:
     models = [Pretraining(linear) for linear in (False, True)]
