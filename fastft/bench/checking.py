@@ -2,7 +2,8 @@
 
 The reference is the operation's plain formula in float64, or in float32 where float64 would take too long, on the same
 inputs; it is computed in pieces of rows, so that it costs little memory. The error is ‖result − reference‖ ÷
-‖reference‖, per output and per gradient.
+‖reference‖, per output and per gradient. An operation may have another check for one of its providers
+(`Operation.checks`), made of the same parts: `Expected`, `results_of`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from torch import Tensor
 
 from fastft.bench.operations.base import Function, Inputs, Operation, outputs_of
 
-__all__ = ["TOLERANCE", "worst_error"]
+__all__ = ["TOLERANCE", "Expected", "check_provider", "results_of", "worst_error"]
 
 # Two roundings of a 16-bit result and an intermediate one or two; float32 leaves room for tf32 products.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}
 _FLOPS_IN_FLOAT64 = 5e11  # more than this is too slow in float64 on cards that are no data centre's
+
+
+def check_provider(
+    operation: Operation, provider: str, function: Function, inputs: Inputs, flops: float
+) -> tuple[str, float]:
+    """`worst_error` of the provider's `function`, or what the operation's own check of that provider says."""
+    return operation.checks.get(provider, worst_error)(operation, function, inputs, flops)
 
 
 def worst_error(operation: Operation, function: Function, inputs: Inputs, flops: float) -> tuple[str, float]:
@@ -35,19 +43,18 @@ def worst_error(operation: Operation, function: Function, inputs: Inputs, flops:
     Returns:
         Name ("output 0", "gradient of x") and error; NaN and results of another shape are an infinite error.
     """
-    wide = torch.float64 if flops <= _FLOPS_IN_FLOAT64 else torch.float32
-    expected = _Expected(operation, inputs, wide)
-    errors = {name: expected.error_of(name, result) for name, result in _results(function, inputs).items()}
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    return worst, math.inf if math.isnan(errors[worst]) else errors[worst]
+    expected = Expected(operation, inputs, flops)  # before the function has seen the inputs
+    return expected.worst_error(results_of(function, inputs))
 
 
-def _results(function: Function, inputs: Inputs) -> dict[str, Tensor]:
-    trained = {
-        name: torch.empty_like(value, requires_grad=False).copy_(value.detach()).requires_grad_()  # in its own layout
-        for name, value in inputs.trained().items()
+def results_of(function: Function, inputs: Inputs) -> dict[str, Tensor]:
+    """Outputs ("output 0") and gradients ("gradient of x") of one call, which may write over what it is given."""
+    copies = {
+        name: torch.empty_like(value, requires_grad=False).copy_(value.detach()).requires_grad_(value.requires_grad)
+        for name, value in inputs.exposed().items()  # in its own layout
     }
-    outputs = outputs_of(function(**(inputs.arguments | trained)))
+    trained = {name: copies[name] for name in inputs.trained()}
+    outputs = outputs_of(function(**(inputs.arguments | copies)))
     results = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
     if trained:
         incoming = [grad.clone() for grad in inputs.incoming]
@@ -56,10 +63,17 @@ def _results(function: Function, inputs: Inputs) -> dict[str, Tensor]:
     return results
 
 
-class _Expected:
-    """The reference's results: those that have rows as a list of (rows, piece), the others summed over the pieces."""
+class Expected:
+    """The reference's results: those that have rows as a list of (rows, piece), the others summed over the pieces.
 
-    def __init__(self, operation: Operation, inputs: Inputs, wide: torch.dtype) -> None:
+    Args:
+        operation: whose reference.
+        inputs: arguments and incoming gradients.
+        flops: of the operation, to choose the reference's precision.
+    """
+
+    def __init__(self, operation: Operation, inputs: Inputs, flops: float) -> None:
+        wide = torch.float64 if flops <= _FLOPS_IN_FLOAT64 else torch.float32
         self._pieces: dict[str, list[tuple[slice, Tensor]]] = {}
         self._sums: dict[str, Tensor] = {}
         self._operation, self._wide = operation, wide
@@ -100,7 +114,13 @@ class _Expected:
         else:
             self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value * share
 
-    def error_of(self, name: str, result: Tensor) -> float:
+    def worst_error(self, results: dict[str, Tensor]) -> tuple[str, float]:
+        """As the function of that name, of what `results_of` returned."""
+        errors = {name: self._error_of(name, result) for name, result in results.items()}
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        return worst, math.inf if math.isnan(errors[worst]) else errors[worst]
+
+    def _error_of(self, name: str, result: Tensor) -> float:
         """Relative error of `result`; infinite where its shape is not the reference's."""
         pieces: Sequence[tuple[slice, Tensor]]
         pieces = self._pieces[name] if name in self._pieces else [(slice(None), self._sums[name])]

@@ -68,7 +68,10 @@ ModelOption = Annotated[
 def kernels(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="rms_norm, rope, swiglu, dequantize, cross_entropy, lora_linear. Default: all."),
+        typer.Argument(
+            help="rms_norm, rope, swiglu, dequantize, cross_entropy, lora_linear, dropout, sparse_product. "
+            "Default: all."
+        ),
     ] = None,
     provider: ProviderOption = None,
     model: ModelOption = None,

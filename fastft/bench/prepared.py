@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastft.bench.checking import TOLERANCE, worst_error
+from fastft.bench.checking import TOLERANCE, check_provider
 from fastft.bench.operations.base import Function, Inputs, Operation, Problem, outputs_of
 from fastft.bench.timing import Timer, host_times, make_timer, peak_bytes
 
@@ -22,12 +22,12 @@ _MOST_SETS = 64
 class Prepared:
     """Made in steps: construct, `check`, `make_ready`, then `sample` as often as wanted.
 
-    Several providers write over their inputs or over the incoming gradient, so every set has a copy of all that is
-    differentiated and is restored before each round.
+    Several providers write over their inputs or over the incoming gradient, so every set has a copy of all that a call
+    may write over (`Inputs.exposed`) and is restored before each round.
     """
 
     def __init__(self, operation: Operation, provider: str, problem: Problem, mode: str) -> None:
-        self._operation, self._problem, self._mode = operation, problem, mode
+        self._operation, self._provider, self._problem, self._mode = operation, provider, problem, mode
         self._function = operation.load(provider, mode)
         self._generator = torch.Generator(problem.device).manual_seed(0)
         self._sets = [self._draw()]
@@ -43,7 +43,8 @@ class Prepared:
             self._problem.shape, self._problem.tokens, self._problem.dtype.itemsize, self._operation.modes()[-1]
         )
         flops = cost.flops if cost is not None else 0.0
-        name, error = worst_error(self._operation, self._function, self._sets[0].inputs, flops)
+        inputs = self._sets[0].inputs
+        name, error = check_provider(self._operation, self._provider, self._function, inputs, flops)
         allowed = TOLERANCE[self._problem.dtype]
         return "" if error <= allowed else f"{name}: relative error {error:.1e}, allowed {allowed:.1e}", error
 
@@ -95,7 +96,7 @@ class _InputSet:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self._exposed = [*inputs.trained().values(), *inputs.incoming]
+        self._exposed = [*inputs.exposed().values(), *inputs.incoming]
         self._pristine = [torch.empty_like(each, requires_grad=False).copy_(each.detach()) for each in self._exposed]
 
     def bytes(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastft.bench.checking import worst_error
+from fastft.bench.checking import check_provider, worst_error
 from fastft.bench.operations import find_operation
 from fastft.bench.operations.base import Function, Inputs, Problem
 from fastft.bench.registry import find_model
@@ -97,6 +98,35 @@ def test_the_inputs_are_left_alone_by_a_function_that_writes_over_them() -> None
     assert all(torch.equal(a, b) for a, b in zip(inputs.trained().values(), before, strict=True))
 
 
+def test_the_reference_is_that_of_the_inputs_as_drawn() -> None:
+    """Also of those that no call is expected to write to, and that are not copied for it."""
+
+    def spoiling(x: Tensor, weight: Tensor) -> Any:
+        return right("rms_norm")(x=x, weight=weight.mul_(2))
+
+    assert error_of("rms_norm", spoiling)[1] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_what_a_call_may_use_up_is_left_alone_too() -> None:
+    inputs = inputs_of("sparse_product")
+    before = inputs.arguments["gradient"].clone()
+
+    def using_up(gradient: Tensor, weight: Tensor) -> Tensor:
+        product = gradient @ weight
+        gradient.zero_()
+        return product
+
+    worst_error(find_operation("sparse_product"), using_up, inputs, 0.0)
+    assert torch.equal(inputs.arguments["gradient"], before)
+
+
+def test_a_providers_own_check_is_asked_in_place_of_the_reference() -> None:
+    operation = replace(find_operation("rms_norm"), checks={"theirs": lambda *given: ("their word", 0.5)})
+    given = right("rms_norm"), inputs_of("rms_norm"), 0.0
+    assert check_provider(operation, "theirs", *given) == ("their word", 0.5)
+    assert check_provider(operation, "ours", *given) == worst_error(operation, *given)
+
+
 def test_much_arithmetic_is_checked_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = find_operation("rms_norm")
     dtypes = []
@@ -104,8 +134,6 @@ def test_much_arithmetic_is_checked_in_float32(monkeypatch: pytest.MonkeyPatch) 
     def reference(**arguments: Tensor) -> Any:
         dtypes.append(arguments["x"].dtype)
         return operation.reference(**arguments)
-
-    from dataclasses import replace
 
     watched = replace(operation, reference=reference)
     worst_error(watched, right("rms_norm"), inputs_of("rms_norm"), 1e10)

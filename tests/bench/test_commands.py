@@ -10,6 +10,7 @@ import click
 import pytest
 from typer.testing import CliRunner
 
+from fastft.bench.operations import OPERATIONS
 from fastft.bench.results import read_rows, write_rows
 from fastft.cli import app
 from tests.bench.samples import kernel_row
@@ -129,4 +130,6 @@ def test_the_commands_are_listed() -> None:
     outcome = invoke("--help")
     for command in ("kernels", "step", "sft", "limit", "plot"):
         assert command in outcome.output
+    described = invoke("kernels", "--help").output
+    assert all(name in described for name in OPERATIONS)
     assert "--memory-budget" in invoke("step", "--help").output

@@ -8,7 +8,7 @@ from importlib import util
 import pytest
 import torch
 
-from fastft.bench.checking import worst_error
+from fastft.bench.checking import check_provider, worst_error
 from fastft.bench.operations import OPERATIONS, find_operation, operation_names
 from fastft.bench.operations.base import Inputs, Operation, Problem, outputs_of
 from fastft.bench.registry import find_model
@@ -27,7 +27,7 @@ def test_what_can_run_here_is_right(name: str) -> None:
     operation = find_operation(name)
     libraries = {"fastft": "fastft", "torch": "torch", "bitsandbytes": "bitsandbytes"}
     for provider in libraries.keys() & operation.providers.keys():
-        error = worst_error(operation, operation.load(provider, "full"), draw(operation), 0.0)
+        error = check_provider(operation, provider, operation.load(provider, "full"), draw(operation), 0.0)
         assert error[1] < 1e-5, (provider, error)
 
 
@@ -44,8 +44,9 @@ def test_a_seed_gives_the_same_inputs(name: str) -> None:
     for tensor, same, different in zip(first.incoming, again.incoming, other.incoming, strict=True):
         assert torch.equal(tensor, same)
         assert tensor.dim() == 0 or not torch.equal(tensor, different)
-    for key, tensor in first.trained().items():
-        assert torch.equal(tensor, again.trained()[key])
+    for key, tensor in first.exposed().items():
+        assert torch.equal(tensor, again.exposed()[key])
+        assert not torch.equal(tensor, other.exposed()[key])
 
 
 @every_operation
@@ -60,7 +61,7 @@ def test_incoming_gradients_fit_the_outputs(name: str) -> None:
         assert inputs.incoming == ()
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope"])
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope", "dropout"])
 def test_bytes_are_those_of_the_tensors(name: str) -> None:
     """Inputs read, outputs written; small tables and weights aside, of which the cost knows nothing."""
     operation = find_operation(name)
@@ -68,7 +69,7 @@ def test_bytes_are_those_of_the_tensors(name: str) -> None:
     read = sum(tensor.nbytes for tensor in inputs.trained().values())
     written = sum(output.nbytes for output in outputs_of(operation.reference(**inputs.arguments)))
     incoming = sum(grad.nbytes for grad in inputs.incoming)
-    needs_input = 0 if name == "rope" else read  # a rotation's backward needs the angles only
+    needs_input = 0 if name in ("rope", "dropout") else read  # their backwards need the angles, or the seed, only
     cost = {mode: operation.cost(TINY, 80, 4, mode) for mode in operation.modes()}
     assert cost["forward"] is not None
     assert cost["forward"].bytes == read + written

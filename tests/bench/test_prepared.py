@@ -58,6 +58,25 @@ def test_each_round_starts_from_the_drawn_inputs(mode: str) -> None:
     assert all(torch.equal(grad, seen[0]) for grad in seen)
 
 
+def test_what_a_call_uses_up_is_there_again_in_each_round() -> None:
+    """Not differentiated, and written over: the sparse product's left factor."""
+    seen: list[Tensor] = []
+
+    def greedy(gradient: Tensor, weight: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        product = gradient @ weight
+        gradient.fill_(float("nan"))
+        return product
+
+    operation = find_operation("sparse_product")
+    operation = replace(operation, providers={**operation.providers, "mine": lambda: greedy})
+    prepared = Prepared(operation, "mine", PROBLEM, "forward")
+    prepared.make_ready(l2_bytes=1)
+    prepared.sample(3)
+    assert len(seen) > 3
+    assert all(torch.equal(gradient, seen[0]) for gradient in seen)
+
+
 @pytest.mark.parametrize(
     ("mode", "forwards", "backwards"), [("forward", True, False), ("backward", False, True), ("full", True, True)]
 )

@@ -2710,6 +2710,92 @@ _DROPOUT = (
     ),
 )
 
+_BENCH_CHECKS = (
+    *_faults(
+        "bench/operations/dropout.py",
+        "tests/bench/operations/test_dropout.py::test_",
+        [
+            (
+                "ours_has_the_twins_mask_in_every_piece_of_the_rows[torch.float32]",
+                "every piece of the reference is masked as the first",
+                "first_row=int(row[0])",
+                "first_row=0",
+            ),
+            (
+                "a_wrong_peer_is_named[too few kept]",
+                "nobody looks at how much a peer keeps",
+                '("share kept", _beyond_chance(kept))',
+                '("share kept", 0.0)',
+            ),
+            (
+                "a_wrong_peer_is_named[backward of another mask]",
+                "only a peer's output is looked at",
+                "expected.worst_error(results)",
+                'expected.worst_error({"output 0": results["output 0"]})',
+            ),
+            (
+                "chance_is_not_held_against_a_peer",
+                "chance counts as an error",
+                "distance - DEVIATIONS * math.sqrt",
+                "distance - 0 * math.sqrt",
+            ),
+        ],
+    ),
+    *_faults(
+        "bench/operations/sparse_product.py",
+        "tests/bench/operations/test_sparse_product.py::test_",
+        [
+            (
+                "each_is_right_by_its_own_measure_and_wrong_by_the_others[torch-torch.bfloat16]",
+                "what is left out is too little to be seen",
+                ".mul_(2).sub_(1).mul_(THRESHOLD))",
+                ".mul_(2).sub_(1).mul_(THRESHOLD / 16))",
+            ),
+            (
+                "wrong_columns_are_seen[columns of the first block]",
+                "every block keeps the same columns",
+                "columns = torch.randperm(vocabulary, generator=generator, device=device)[: _kept(vocabulary)]",
+                "columns = torch.arange(_kept(vocabulary), device=device)",
+            ),
+            (
+                "the_cost_is_that_of_what_is_kept[1100]",
+                "the head's rows counted for one block alone",
+                "(1 - (1 - kept / shape.vocabulary) ** blocks)",
+                "(kept / shape.vocabulary)",
+            ),
+        ],
+    ),
+    *_faults(
+        "bench/operations/base.py",
+        "",
+        [
+            (
+                f"tests/bench/{test}",
+                "what a call uses up is not looked after",
+                "return self.trained() | {name: self.arguments[name] for name in self.overwritten}",
+                "return self.trained()",
+            )
+            for test in (
+                "test_prepared.py::test_what_a_call_uses_up_is_there_again_in_each_round",
+                "test_checking.py::test_what_a_call_may_use_up_is_left_alone_too",
+            )
+        ],
+    ),
+    *_faults(
+        "bench/checking.py",
+        "tests/bench/test_checking.py::test_a_providers_own_check_is_asked_in_place_of_the_reference",
+        [
+            ("", "no check but the usual one", "operation.checks.get(provider, worst_error)(", "worst_error("),
+            (
+                "tests/bench/test_checking.py::test_the_reference_is_that_of_the_inputs_as_drawn",
+                "the reference is computed from what the function has left of its inputs",
+                "return expected.worst_error(results_of(function, inputs))",
+                "out = results_of(function, inputs)\n    return Expected(operation, inputs, flops).worst_error(out)",
+            ),
+        ],
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_KERNELS,
     *_AUTOGRAD,
@@ -2728,4 +2814,5 @@ FAULTS: tuple[Fault, ...] = (
     *_AUTOCAST_AND_WARMING,
     *_DOCUMENTS_AND_HELPERS,
     *_DROPOUT,
+    *_BENCH_CHECKS,
 )

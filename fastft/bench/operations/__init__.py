@@ -16,6 +16,8 @@ OPERATIONS = {
     "dequantize": "dequantize",
     "cross_entropy": "cross_entropy",
     "lora_linear": "lora_linear",
+    "dropout": "dropout",
+    "sparse_product": "sparse_product",
 }
 _OTHER_NAMES = {"linear_cross_entropy": "cross_entropy", "nf4": "dequantize"}
 

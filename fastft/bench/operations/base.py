@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fastft.bench.registry import ModelShape
 __all__ = [
     "COMPILE",
     "MODES",
+    "Check",
     "Cost",
     "Function",
     "Inputs",
@@ -30,6 +31,9 @@ MODES = ("forward", "backward", "full")  # full: a forward and its backward
 
 # Called with an operation's inputs by name; differentiable unless the operation has no backward.
 Function = Callable[..., Any]
+# (operation, function, inputs, flops of the operation) → what of the function's results is furthest off, and how far:
+# see `checking.worst_error`, which is the usual one.
+Check = Callable[["Operation", Function, "Inputs", float], tuple[str, float]]
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,22 @@ class Inputs:
     Attributes:
         arguments: by name. Tensors that require a gradient are differentiated.
         incoming: the gradient of each output; a mean's is 1, as `.backward()` makes it. Empty without a backward.
+        overwritten: names of arguments that are not differentiated and that a call may use up.
     """
 
     arguments: dict[str, Any]
     incoming: tuple[Tensor, ...] = ()
+    overwritten: tuple[str, ...] = ()
 
     def trained(self) -> dict[str, Tensor]:
         """The arguments that are differentiated."""
         return {
             name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and value.requires_grad
         }
+
+    def exposed(self) -> dict[str, Tensor]:
+        """The arguments that a call may write over, the incoming gradients aside."""
+        return self.trained() | {name: self.arguments[name] for name in self.overwritten}
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,8 @@ class Operation:
             transformers runs, and what "torch.compile" compiles.
         rowwise: inputs whose first dimension is that of independent rows; the check against the reference goes through
             them in pieces of `check_rows`.
+        checks: provider → its check, where it cannot be the comparison with `reference`: it draws random numbers of its
+            own, or computes exactly what the operation approximates.
         has_backward: whether there is anything to differentiate.
         sized_by_tokens: whether the token count changes the problem.
     """
@@ -95,6 +107,7 @@ class Operation:
     providers: Mapping[str, Callable[[], Function]]
     rowwise: tuple[str, ...] = ()
     check_rows: int = 1024
+    checks: Mapping[str, Check] = field(default_factory=dict)
     has_backward: bool = True
     sized_by_tokens: bool = True
 

@@ -19,11 +19,6 @@ def test_kernels_are_the_files_that_hold_one(bed: Bed) -> None:
     assert "backend" not in known_kernels(REPOSITORY)
 
 
-# The first runs on request only (benchmarks/skip_probabilities.py says what it does); torch draws other masks than the
-# second, so there is nothing to check it against.
-UNMEASURED = {"sparse_product", "dropout"}
-
-
 def test_every_kernel_of_the_repository_can_be_validated() -> None:
     """Its tests are there, on a CUDA machine too, and `fastft bench kernels` knows what to measure."""
     assert find_kernel(REPOSITORY, "nf4").bench_name == "dequantize"
@@ -32,7 +27,7 @@ def test_every_kernel_of_the_repository_can_be_validated() -> None:
         tests = re.findall(r"^def (test_\w+)", (REPOSITORY / kernel.gpu_file).read_text(), re.MULTILINE)
         words = [word for word in kernel.gpu_tests.split(" or ") if not word.startswith("not ")]
         assert all(any(word in test for test in tests) for word in words), f"no test of {kernel.gpu_file} for {name}"
-        assert kernel.bench_name in OPERATIONS or name in UNMEASURED, f"{name} is not measured"
+        assert kernel.bench_name in OPERATIONS, f"{name} is not measured"
 
 
 def test_a_kernel_that_no_operation_runs_says_so(bed: Bed) -> None:

@@ -37,6 +37,15 @@ def test_ours_and_torchs_compute_the_same_and_nothing_else(name: str) -> None:
     assert not {"aten::randn", "aten::normal_"} & set(seen), "inputs are drawn before the range"
 
 
+@pytest.mark.parametrize(("name", "results"), [("dropout", 2), ("sparse_product", 1)])
+def test_what_does_not_compute_the_same_is_profiled_too(name: str, results: int) -> None:
+    """Other masks; all columns. And the first call has used up its inputs, not the second's."""
+    for provider in ("fastft", "torch"):
+        ours = run_once(name, provider, PROBLEM, contextlib.nullcontext())
+        assert len(ours) == results
+        assert all(torch.count_nonzero(each) > 0.5 * each.numel() for each in ours)
+
+
 def test_the_backward_is_profiled_where_there_is_one() -> None:
     results = run_once("swiglu", "torch", PROBLEM, contextlib.nullcontext())
     assert len(results) == 3
