@@ -29,7 +29,7 @@ from torch import Tensor
 from fastft.integrations.thunder.executor import FLOATS, TensorProxy, executor, torch_dtype
 from fastft.integrations.thunder.repeat import kept
 
-__all__ = ["attention"]
+__all__ = ["attention", "gpu_reason"]
 
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 _LARGEST_HEAD = 128  # what every backend takes both ways on every device
@@ -131,20 +131,28 @@ def _reason(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_caus
         return "causal over keys that are not the queries' own"
     if {torch_dtype(key), torch_dtype(value)} != {torch_dtype(query)} or torch_dtype(query) not in FLOATS:
         return f"queries, keys, values of {[torch_dtype(x) for x in (query, key, value)]}"
-    return None if query.device.type == "cpu" else _gpu_reason(query)
+    if query.device.type == "cpu":
+        return None
+    return gpu_reason(torch_dtype(query), query.shape[3], query.device.index)
 
 
-def _gpu_reason(query: Any) -> str | None:
-    """Why no backend takes the queries on their GPU, or None."""
-    if torch_dtype(query).itemsize != 2:
-        return f"{torch_dtype(query)}: expected 16 bits on a GPU"
-    if query.shape[3] % 8 or query.shape[3] > _LARGEST_HEAD:
-        return f"heads of {query.shape[3]}: expected a multiple of 8, {_LARGEST_HEAD} at most"
-    if torch.cuda.get_device_capability(query.device.index) < (8, 0):
+@torch.compiler.assume_constant_result  # litgpt's attention asks in torch.compile's graphs too
+def _lacks_flash(index: int | None) -> str | None:
+    """Why FlashAttention does not run on GPU `index`, or None."""
+    if torch.cuda.get_device_capability(index) < (8, 0):
         return "a GPU before Ampere"
     if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()):
         return "FlashAttention is switched off"
     return None
+
+
+def gpu_reason(dtype: torch.dtype, head: int, index: int | None) -> str | None:
+    """Why FlashAttention or cuDNN's does not take heads of `head` columns on GPU `index`, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{dtype}: expected 16 bits on a GPU"
+    if head % 8 or head > _LARGEST_HEAD:
+        return f"heads of {head}: expected a multiple of 8, {_LARGEST_HEAD} at most"
+    return _lacks_flash(index)
 
 
 def _writes(symbol: Any) -> bool:
