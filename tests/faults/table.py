@@ -1214,6 +1214,12 @@ _MEMORY = [
         _PACKED_GRAPHS,
         [
             (
+                "one_layer_that_waits_for_its_backward_reads_its_own_forward_s_boundaries[keep]",
+                "free layers replayed while another's backward has boundaries to read",
+                "if self._waiting or graph.busy:",
+                "if graph.busy:",
+            ),
+            (
                 "more_or_longer_documents_run_eagerly_until_there_is_room[lengths1]",
                 "longer documents than the capture was for",
                 "seen = (len(documents.lengths), documents.longest)",
