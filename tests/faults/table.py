@@ -1318,7 +1318,7 @@ _MEMORY = [
             (
                 "a_second_forward_before_the_backward_runs_eagerly[keep]",
                 "buffers taken twice",
-                "        if graph.busy:\n",
+                "        if self._waiting or graph.busy:\n",
                 "        if False:\n",
             ),
             (
