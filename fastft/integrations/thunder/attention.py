@@ -131,8 +131,8 @@ def _reason(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_caus
         return "causal over keys that are not the queries' own"
     if {torch_dtype(key), torch_dtype(value)} != {torch_dtype(query)} or torch_dtype(query) not in FLOATS:
         return f"queries, keys, values of {[torch_dtype(x) for x in (query, key, value)]}"
-    if query.device.type == "cpu":
-        return None
+    if query.device.type != "cuda":
+        return None if query.device.type == "cpu" else f"tensors on {query.device.type}"
     return gpu_reason(torch_dtype(query), query.shape[3], query.device.index)
 
 

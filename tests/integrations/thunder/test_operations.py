@@ -437,6 +437,13 @@ def test_attention_over_nothing_is_left_to_thunder(queries: int, keys: int) -> N
     assert "nothing" in " ".join(fastft_thunder.executor.declined["scaled_dot_product_attention"])
 
 
+def test_attention_of_shapes_alone_asks_for_no_gpu() -> None:
+    q, k = (torch.empty(2, count, 12, HEAD, dtype=torch.bfloat16, device="meta") for count in (4, 2))
+    ours = jit(functools.partial(F.scaled_dot_product_attention, enable_gqa=True))(q, k, k)
+    assert ours.shape == q.shape
+    assert fastft_thunder.executor.declined["scaled_dot_product_attention"] == {"tensors on meta"}
+
+
 @ON_CPU
 @pytest.mark.parametrize("groups", [(2, 4), (4, 1)], ids=str)
 def test_keys_and_values_of_different_heads(groups: tuple[int, int]) -> None:
