@@ -7,7 +7,7 @@ queries. Here keys and values keep the heads that they were projected to (where 
 repeats is taken, and the copies are never made), and the backend is chosen when the step runs.
 
 Kept for the backward are queries, keys, values, the output [B, heads, S, D] and a log-sum a query in float32; keys and
-values alone, not the product that they may be views of (`fastft_kept`).
+values alone, not the product that they may be views of (`fastft_kept`), unless the queries are views of it too.
 """
 
 from __future__ import annotations
