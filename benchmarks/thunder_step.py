@@ -8,10 +8,10 @@ ROW is how the step runs and, after a plus, what of fastft is in it:
     eager             PyTorch as it is                    eager+fastft          our functions, called eagerly
     compile           torch.compile                       compile+fastft        our operators in its graph
     thunder           thunder.jit, sdpa and torch.compile as the fuser
-    thunder+fastft    the same, with our executor first
+    thunder+fastft    the same, with our executor before the fuser
     thunder-cat       litgpt's own list, less nvFuser: sdpa, torchcompile_cat, torch; next to nothing is fused
     thunder-cat+fastft                                    ours between sdpa and these: what `executors()` gives
-    …+linear          head and loss as one operator too: no logits (compile, thunder, thunder-cat, eager)
+    …+linear          head and loss as one operator too: no logits (compile, thunder, thunder-cat)
 
 Each row is a process of its own, because patches and caches are global to one; the rows print one JSON line each. All
 compile at the same time (`--at-once` says how many at most: a row takes up to 28 GB); only when the last has done so
@@ -25,6 +25,7 @@ without CUDA it runs all the same, for a look: `--tiny` shrinks the model.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -82,7 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--masked", type=float, default=0.0, help="share of the labels that is ignored")
-    parser.add_argument("--timeout", type=int, default=400, help="seconds that a row may take to compile")
+    parser.add_argument(
+        "--timeout", type=int, default=400, help="seconds that a row may take to compile, or for a turn"
+    )
     parser.add_argument("--at-once", type=int, default=4, help="rows on the device at the same time")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out")
@@ -246,8 +249,17 @@ class Row:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
-        self._killer = threading.Timer(options.timeout, self._process.kill)
+        self._timeout, self._timed_out = options.timeout, False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Kill it unless `wait` ends within the timeout."""
+        self._killer = threading.Timer(self._timeout, self._kill)
         self._killer.start()
+
+    def _kill(self) -> None:
+        self._timed_out = True
+        self._process.kill()
 
     def wait(self) -> None:
         """Until it is ready for its next turn, or its line is there: the result, or what went wrong."""
@@ -262,12 +274,14 @@ class Row:
         status = self._process.wait()
         if not self.line:
             self._errors.seek(0)
-            error = f"exit status {status}; {self._errors.read().strip()[-1500:]}"
+            why = f"killed after {self._timeout} s" if self._timed_out else f"exit status {status}"
+            error = f"{why}; {self._errors.read().strip()[-1500:]}"
             self.line = json.dumps({"row": self.name, "error": error})
 
     def turn(self) -> None:
         """Let it run its next iterations, and wait for their end."""
         assert self._process.stdin is not None
+        self._watch()
         with contextlib.suppress(BrokenPipeError):  # it has died, and `wait` finds out of what
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
@@ -277,27 +291,31 @@ class Row:
 def run_together(names: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
     """The rows' JSON lines: compiled at the same time, timed in turns."""
     rows = [Row(name, options) for name in names]
-    for row in rows:
-        row.wait()
+    with concurrent.futures.ThreadPoolExecutor(len(rows)) as pool:  # at once: one that hangs keeps no other's time
+        list(pool.map(Row.wait, rows))
     while waiting := [row for row in rows if not row.line]:
         for row in waiting:
             row.turn()
     yield from (row.line for row in rows)
 
 
-def main() -> None:
+def main() -> int:
+    """Exit status: 0 if no row failed."""
     options = arguments()
     rows = ROWS if options.all or not options.rows else options.rows
     if options.in_process:
         print(json.dumps(run(rows[0], options)), flush=True)
-        return
+        return 0
+    failed = 0
     for first in range(0, len(rows), options.at_once):
         for line in run_together(rows[first : first + options.at_once], options):
             print(line, flush=True)
+            failed += "error" in json.loads(line)
             if options.out:
                 with open(options.out, "a", encoding="utf-8") as file:
                     file.write(line + "\n")
+    return min(failed, 1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,8 +15,8 @@ Graphs read and write fixed buffers:
     one for the model     y, dy, dx, cos, sin, documents' boundaries, and the adapters' gradients, which are copied out
                           right after a replay
 
-so a layer's graph serves one forward at a time. A second forward before the backward (two losses, a reference pass with
-gradients) runs eagerly.
+so graphs serve one forward at a time. A second forward before the backward (two losses, a reference pass with
+gradients) runs eagerly, all of it: though only one layer waits, it reads the angles and boundaries of its own forward.
 
 All captures of a model share one memory pool, where a capture takes what the ones before it have let go. What a layer
 keeps must not lie where a replay that comes before its use writes. So a model is captured in the order of a step, all
@@ -245,6 +245,7 @@ class ModelGraphs:
         self._captured: _Step = []
         self._captured_tokens = 0  # of the batch that the graphs were made for
         self._capturing = False
+        self._waiting = False  # when the forward under way began, one before it had layers without their backward
         self._failed = False
         self._room = (1, 1)  # for packed documents: how many, and tokens in the longest; grows to what has been seen
         self._weights = 0  # elements of the weights of the layer last called
@@ -284,8 +285,9 @@ class ModelGraphs:
             self._alike = self._alike + 1 if self._step == self._last else 1
             self._last = self._step
         self._step, self._called = [], set()
+        self._waiting = any(graph.busy for graph in self._graphs.values())
         wanted = self._alike >= _SAME_STEPS and self._last != self._captured and not self._failed
-        if wanted and not any(graph.busy for graph in self._graphs.values()):
+        if wanted and not self._waiting:
             self._drop()
             self._capturing = True
 
@@ -319,7 +321,7 @@ class ModelGraphs:
             if not self._failed:
                 self.reason = "shapes or adapters have not been the same for long enough"
             return None
-        if graph.busy:
+        if self._waiting or graph.busy:
             self.reason = "another forward is waiting for its backward"
             return None
         self.replays += 1

@@ -1232,6 +1232,12 @@ _MEMORY = [
         _PACKED_GRAPHS,
         [
             (
+                "one_layer_that_waits_for_its_backward_reads_its_own_forward_s_boundaries[keep]",
+                "free layers replayed while another's backward has boundaries to read",
+                "if self._waiting or graph.busy:",
+                "if graph.busy:",
+            ),
+            (
                 "more_or_longer_documents_run_eagerly_until_there_is_room[lengths1]",
                 "longer documents than the capture was for",
                 "seen = (len(documents.lengths), documents.longest)",
@@ -1330,7 +1336,7 @@ _MEMORY = [
             (
                 "a_second_forward_before_the_backward_runs_eagerly[keep]",
                 "buffers taken twice",
-                "        if graph.busy:\n",
+                "        if self._waiting or graph.busy:\n",
                 "        if False:\n",
             ),
             (

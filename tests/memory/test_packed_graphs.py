@@ -154,6 +154,30 @@ def test_more_or_longer_documents_run_eagerly_until_there_is_room(lengths: tuple
     assert_eager(model, again, batch)
 
 
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_one_layer_that_waits_for_its_backward_reads_its_own_forward_s_boundaries(level: str) -> None:
+    """An early hidden state outlives its forward: the later layers' graphs are free, the boundaries are not."""
+    model = build("llama", level)
+    for seed in range(WARM):
+        step(model, packed(40, 40, 48, seed=seed))
+    first, second = packed(30, 35, 63, seed=7), packed(60, 20, 48, seed=8)
+    gradients = []
+    for replayed in (True, False):
+        fastft.patch(model, cuda_graphs=replayed)
+        if replayed:
+            for seed in range(WARM):
+                step(model, packed(40, 40, 48, seed=seed))
+        model.zero_grad(set_to_none=True)
+        before = graphs_of(model).replays
+        early = model(**first, output_hidden_states=True).hidden_states[1]
+        assert graphs_of(model).replays - before == (LAYERS if replayed else 0)
+        model(**second)
+        early.square().sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert [n for n, grad in gradients[1].items() if not torch.equal(grad, gradients[0][n])] == []
+
+
 def test_a_load_is_no_write_to_what_a_capture_saved() -> None:
     """Attention saves the buffer in its own graph when captured; the next forward's load must not spoil the backward.
 

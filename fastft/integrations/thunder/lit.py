@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fastft import functional
+from fastft.integrations.thunder.attention import gpu_reason
 from fastft.integrations.thunder.executor import executor
 from fastft.integrations.thunder.rope import rope_one
 from fastft.operators.rope import rope_one_op
@@ -43,20 +44,31 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
     return rope_one_op(x, cos, sin, False)
 
 
-def _attention_forward(self: Any, x: Any, cos: Any, sin: Any, mask: Any = None, *rest: Any) -> Any:
+def _unrepeated(query: Any) -> bool:
+    """Whether torch's attention takes grouped queries by a fused kernel; else it writes out every score."""
+    return not query.is_cuda or gpu_reason(query.dtype, query.shape[-1], query.device.index) is None
+
+
+executor.substitute(_unrepeated, lambda query: True)  # our claim sees to it
+
+
+def _attention_forward(
+    self: Any, x: Any, cos: Any, sin: Any, mask: Any = None, input_pos: Any = None, *rest: Any, **options: Any
+) -> Any:
     """`litgpt.model.CausalSelfAttention.forward` where it would repeat keys and values; else litgpt's own."""
     import litgpt.model
 
     config = self.config
     if (
         mask is not None
-        or any(argument is not None for argument in rest)  # positions, of generation with a cache
+        or input_pos is not None  # of generation with a cache
         or config.n_query_groups == config.n_head
         or config.attention_logit_softcapping is not None
         or self.apply_sliding_window_attention
-        or type(self).scaled_dot_product_attention is not litgpt.model.CausalSelfAttention.scaled_dot_product_attention
+        or getattr(self.scaled_dot_product_attention, "__func__", None)
+        is not _ORIGINALS["scaled_dot_product_attention"]
     ):
-        return _ORIGINALS["attention"](self, x, cos, sin, mask, *rest)
+        return _ORIGINALS["attention"](self, x, cos, sin, mask, input_pos, *rest, **options)
     batch, length, _ = x.size()
     sizes = [heads * config.head_size for heads in (config.n_head, config.n_query_groups, config.n_query_groups)]
     q, k, v = self.qkv(x).split(sizes, dim=-1)
@@ -69,11 +81,25 @@ def _attention_forward(self: Any, x: Any, cos: Any, sin: Any, mask: Any = None, 
     turned = config.rope_n_elem
     q, k = (torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1) for x in (q, k))
     scale = self.mscale * self.mscale / math.sqrt(config.attention_scores_scalar or config.head_size)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    grouped = _unrepeated(q)
+    if not grouped:
+        k, v = (part.repeat_interleave(config.n_head // config.n_query_groups, dim=1) for part in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return self.proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 _ORIGINALS: dict[str, Any] = {}  # litgpt's own functions, filled in when litgpt is first imported here
+_in_force: list[LitgptPatch] = []
+
+
+def _is_litgpts(function: Any) -> bool:
+    """Whether it is the function that litgpt defines, and not somebody's in its place."""
+    return getattr(function, "__module__", None) == "litgpt.model" and not hasattr(function, "__wrapped__")
+
+
+def _holder(owner: Any, name: str) -> Any:
+    """Whose own `name` is: `owner`'s, or a class's that it inherits it from."""
+    return next((base for base in getattr(owner, "__mro__", ()) if name in vars(base)), owner)
 
 
 class LitgptPatch:
@@ -84,27 +110,37 @@ class LitgptPatch:
 
         if litgpt.model.apply_rope is not _rotate:
             _ORIGINALS["apply_rope"] = litgpt.model.apply_rope
-        if litgpt.model.CausalSelfAttention.forward is not _attention_forward:
-            _ORIGINALS["attention"] = litgpt.model.CausalSelfAttention.forward
         executor.substitute((_ORIGINALS["apply_rope"], _rotate), rope_one)
-        wanted = (
+        wanted = [
             (litgpt.model.RMSNorm, "forward", _norm_forward),
             (litgpt.model.LLaMAMLP, "forward", _mlp_forward),
             (litgpt.model, "apply_rope", _rotate),
-            (litgpt.model.CausalSelfAttention, "forward", _attention_forward),
-        )
+        ]
+        attention = litgpt.model.CausalSelfAttention
+        own = attention.forward, attention.scaled_dot_product_attention
+        if all(map(_is_litgpts, own)):  # a forward of ours has no part that somebody exchanged
+            _ORIGINALS["attention"], _ORIGINALS["scaled_dot_product_attention"] = own
+            wanted.append((attention, "forward", _attention_forward))
         self._originals: list[tuple[Any, str, Any, Any]] = []
         for owner, name, replacement in wanted:
-            if vars(owner)[name] is not replacement:  # nested: the outer one restores
-                self._originals.append((owner, name, vars(owner)[name], replacement))
-                setattr(owner, name, replacement)
+            holder = _holder(owner, name)
+            if vars(holder)[name] is not replacement:  # nested: the outer one restores
+                self._originals.append((holder, name, vars(holder)[name], replacement))
+                setattr(holder, name, replacement)
+        _in_force.append(self)
 
     def restore(self) -> None:
-        """Put litgpt's own methods back, unless somebody has replaced ours since."""
+        """Put litgpt's own methods back, unless somebody has replaced ours since; with the last that is in force."""
+        if self not in _in_force:
+            return
+        place = _in_force.index(self)
+        _in_force.remove(self)
+        if later := _in_force[place:]:  # made within this one, and not left yet
+            later[0]._originals.extend(self._originals)
+            return
         for owner, name, original, replacement in self._originals:
             if vars(owner)[name] is replacement:
                 setattr(owner, name, original)
-        self._originals.clear()
 
     def __enter__(self) -> LitgptPatch:
         return self

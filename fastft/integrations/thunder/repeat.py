@@ -17,6 +17,8 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 from thunder.core.dtypes import is_float_dtype
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import get_tracectx
 from thunder.core.transforms import get_grad, put_grad
 from torch import Tensor
 
@@ -25,13 +27,18 @@ from fastft.integrations.thunder.executor import TensorProxy, executor, made_aga
 __all__ = ["claim_repeat_kv", "kept"]
 
 
-def _kept_meta(a: Any) -> Any:
+def _kept_meta(a: Any, beside: Any, copies: bool) -> Any:
     return TensorProxy(like=a)
 
 
-def _kept_run(a: Tensor) -> Tensor:
-    """`a`, in a storage that holds nothing else; a copy keeps the order of its strides."""
-    return a if a.untyped_storage().nbytes() == a.nbytes else a.clone()
+def _kept_run(a: Tensor, beside: Tensor | None = None, copies: bool = False) -> Tensor:
+    """`a`, in a storage that holds nothing else, or nothing that is not kept for `beside` too.
+
+    A copy keeps the order of `a`'s strides. `copies`: one is made in any case.
+    """
+    storage = a.untyped_storage()
+    kept_anyway = beside is not None and storage.data_ptr() == beside.untyped_storage().data_ptr()
+    return a if not copies and (storage.nbytes() <= a.nbytes or kept_anyway) else a.clone()
 
 
 def _repeat_meta(a: Any, repeats: int, dim: int) -> Any:
@@ -40,8 +47,17 @@ def _repeat_meta(a: Any, repeats: int, dim: int) -> Any:
     return TensorProxy(like=a, shape=tuple(shape))
 
 
-kept = executor.register_operator("fastft_kept", meta=_kept_meta, fn=_kept_run)
+_kept = executor.register_operator("fastft_kept", meta=_kept_meta, fn=_kept_run)
 _repeat = executor.register_operator("fastft_repeat", meta=_repeat_meta, fn=torch.repeat_interleave)
+
+
+def kept(a: Any, beside: Any = None) -> Any:
+    """`a` as the backward is to have it, without what else lies in its storage; to be asked in a gradient transform.
+
+    Programs that write in place may write to `a` later; they get a copy. Thunder has marked them before gradients.
+    """
+    writes = any(symbol.sym.id == PrimIDs.UPDATE_ALIASES for symbol in get_tracectx().bound_symbols)
+    return _kept(a, beside, writes)
 
 
 # The signature of `thunder.torch.repeat_interleave`

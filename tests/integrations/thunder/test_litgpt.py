@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 if not importlib.util.find_spec("litgpt"):
     pytest.skip("litgpt is not installed", allow_module_level=True)
 
 import fastft.integrations.thunder as fastft_thunder
+from fastft.integrations.thunder import lit
 from tests.integrations.thunder.harness import DEVICE, assert_same, backward_names, forward_names, jit, leaf
 
 import litgpt.lora  # isort: skip
@@ -257,3 +260,131 @@ def test_generation_with_a_cache_is_litgpts(litgpt_on_ours: Any) -> None:
         ours = model(ids, positions)
         litgpt_on_ours.restore()
         torch.testing.assert_close(ours, model(ids, positions))
+
+
+def attention_and_input(made: type = litgpt.model.CausalSelfAttention) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    config = litgpt.model.Config(**CONFIG | GROUPED)
+    cos, sin = (x[None].to(DEVICE) for x in litgpt.model.build_rope_cache(LENGTH, config.rope_n_elem))
+    return made(config, 0).to(DEVICE), (leaf(2, LENGTH, 32), cos, sin)
+
+
+def test_attention_takes_litgpts_keywords() -> None:
+    attention, arguments = attention_and_input()
+    ours = attention(*arguments, mask=None, input_pos=None, input_pos_maxp1=None)
+    torch.testing.assert_close(ours, STOCK["attention"](attention, *arguments))
+    with pytest.raises(TypeError, match="set_kv_cache"):
+        attention(*arguments, input_pos=torch.arange(LENGTH))
+
+
+def nothing_attended(q: Any, k: Any, v: Any, mask: Any = None) -> torch.Tensor:
+    return q.new_zeros(q.shape).transpose(1, 2)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "on an instance"])
+def test_an_attention_that_somebody_exchanged_is_called(
+    when: str, litgpt_on_ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if when == "before":
+        litgpt_on_ours.restore()
+    attention, arguments = attention_and_input()
+    if when == "on an instance":
+        attention.scaled_dot_product_attention = nothing_attended
+    else:
+        method = staticmethod(nothing_attended)
+        monkeypatch.setattr(litgpt.model.CausalSelfAttention, "scaled_dot_product_attention", method)
+    with fastft_thunder.patch_litgpt():
+        assert not attention(*arguments).count_nonzero()
+
+
+def test_a_foreign_forward_of_attention_stays(litgpt_on_ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    litgpt_on_ours.restore()
+    monkeypatch.setattr(litgpt.model.CausalSelfAttention, "forward", lambda self, x, cos, sin: x * 0)
+    attention, arguments = attention_and_input()
+    with fastft_thunder.patch_litgpt():
+        assert not attention(*arguments).count_nonzero()
+
+
+def test_a_subclass_in_litgpts_place_is_served_and_left_as_it_was(
+    litgpt_on_ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    litgpt_on_ours.restore()
+    theirs = type("Theirs", (litgpt.model.CausalSelfAttention,), {})
+    monkeypatch.setattr(litgpt.model, "CausalSelfAttention", theirs)
+    attention, arguments = attention_and_input(theirs)
+    expected = attention(*arguments)
+    with fastft_thunder.patch_litgpt():
+        assert theirs.forward is not STOCK["attention"]
+        torch.testing.assert_close(attention(*arguments), expected)
+    assert theirs.forward is STOCK["attention"]
+    assert "forward" not in vars(theirs)
+
+
+def test_exchanges_may_end_in_any_order(litgpt_on_ours: Any) -> None:
+    inner = fastft_thunder.patch_litgpt()
+    litgpt_on_ours.restore()
+    assert litgpt.model.RMSNorm.forward is not STOCK["norm"]
+    assert litgpt.model.CausalSelfAttention.forward is not STOCK["attention"]
+    inner.restore()
+    inner.restore()
+    assert litgpt.model.RMSNorm.forward is STOCK["norm"]
+    assert litgpt.model.apply_rope is STOCK["apply_rope"]
+    assert litgpt.model.CausalSelfAttention.forward is STOCK["attention"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "capability", "fused"),
+    [
+        (torch.bfloat16, 64, (9, 0), True),
+        (torch.float32, 64, (9, 0), False),
+        (torch.float16, 64, (7, 5), False),
+        (torch.float16, 44, (8, 0), False),
+    ],
+)
+def test_grouped_queries_stay_grouped_only_where_a_fused_kernel_takes_them(
+    dtype: torch.dtype, head: int, capability: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere torch writes every score out: on a T4, or in float32, litgpt's copies are the smaller evil."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 8, 4, head), device=torch.device("cuda", 0))
+    assert lit._unrepeated(query) == fused
+    assert lit._unrepeated(SimpleNamespace(is_cuda=False))
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if lit.gpu_reason(x.dtype, x.shape[-1], 0) is None else x
+
+    x = torch.zeros(2, head, dtype=dtype)
+    compiled = torch.compile(asks, fullgraph=True, dynamic=True, backend="eager")
+    assert bool(compiled(x).count_nonzero()) == fused
+
+
+def test_keys_that_no_fused_kernel_takes_grouped_are_repeated(
+    litgpt_on_ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(q: Any, k: Any, v: Any, **settings: Any) -> Any:
+        seen.append((k.shape[1], v.shape[1], settings.get("enable_gqa")))
+        return stock(q, k, v, **settings)
+
+    attention, arguments = attention_and_input()
+    monkeypatch.setattr(lit.F, "scaled_dot_product_attention", attend)
+    for unrepeated in (True, False):
+        monkeypatch.setattr(lit, "_unrepeated", lambda query, answer=unrepeated: answer)
+        torch.testing.assert_close(attention(*arguments), STOCK["attention"](attention, *arguments))
+    assert seen == [(2, 2, True), (8, 8, None), (8, 8, False), (8, 8, None)]  # ours, litgpt's, ours, litgpt's
+
+
+def test_a_compiled_gpt_of_many_lengths_is_as_few_graphs_as_litgpts(litgpt_on_ours: Any) -> None:
+    model = litgpt.model.GPT(litgpt.model.Config(**CONFIG | GROUPED)).to(DEVICE)
+    counts = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        for length in (8, 5, 6, 7, 3):
+            compiled(torch.ones(2, length, dtype=torch.long, device=DEVICE))
+        counts.append(counter.frame_count)
+        litgpt_on_ours.restore()
+    assert counts[0] <= counts[1]

@@ -70,16 +70,17 @@ def labels() -> torch.Tensor:
     return made
 
 
-def grouped_attention(x: Any, weight: Any, repeated: bool = True) -> Any:
-    """Queries, keys and values are views of one product; keys and values may be repeated for the queries' heads."""
+def grouped_attention(x: Any, weight: Any, repeated: bool = True, turned: bool = True) -> Any:
+    """Queries (until they are turned), keys and values are views of one product; the latter two may be repeated."""
     q, k, v = (
         part.view(BATCH, LENGTH, -1, HEAD).transpose(1, 2)
         for part in F.linear(x, weight).split((HIDDEN, GROUPS * HEAD, GROUPS * HEAD), dim=-1)
     )
+    q = q * 2 if turned else q
     if repeated:
         k, v = (heads.repeat_interleave(HEADS // GROUPS, dim=1) for heads in (k, v))
-        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).square().sum()
-    return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True, enable_gqa=True).square().sum()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).square().sum()
 
 
 X, MIDDLE = (TOKENS, HIDDEN), (TOKENS, INTERMEDIATE)
@@ -145,6 +146,13 @@ OPERATIONS: dict[
     "grouped queries: keys and values as they were projected": (
         lambda x, weight: grouped_attention(x, weight, repeated=False),
         grouped_attention,
+        [X, (HIDDEN + 2 * GROUPS * HEAD, HIDDEN)],
+        TOKENS * (2 * HIDDEN + 2 * GROUPS * HEAD + HEADS),
+        Counter(attention_backward=1),
+    ),
+    "queries that are a view of the product too: the product, once": (
+        lambda x, weight: grouped_attention(x, weight, turned=False),
+        lambda x, weight: grouped_attention(x, weight, turned=False),
         [X, (HIDDEN + 2 * GROUPS * HEAD, HIDDEN)],
         TOKENS * (2 * HIDDEN + 2 * GROUPS * HEAD + HEADS),
         Counter(attention_backward=1),

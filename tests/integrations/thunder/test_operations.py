@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 the same tests run the true Triton kernels through Thund
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -338,6 +339,126 @@ def test_attention_that_is_not_ours_repeats_keys_and_says_why(case: str) -> None
     assert reason in " ".join(fastft_thunder.executor.declined["scaled_dot_product_attention"])
 
 
+def written_after_they_were_repeated(q: Any, k: Any, v: Any) -> Any:
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    k.mul_(2)
+    v[:, :, 0] = 1
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def repeated_then_written(q: Any, k: Any, v: Any) -> Any:
+    k, v = k * 1, v * 1
+    k_repeated, v_repeated = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    k.mul_(2)
+    v.add_(1)
+    return F.scaled_dot_product_attention(q, k_repeated, v_repeated, is_causal=True)
+
+
+def written_after_attention(q: Any, k: Any, v: Any) -> Any:
+    k, v = k * 1, v * 1
+    output = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
+    return output, k.mul_(2) + v.add_(1)
+
+
+def longer_by_repetition(q: Any, k: Any, v: Any) -> Any:
+    k, v = (x.repeat_interleave(2, 1).repeat_interleave(3, -2) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def keys_alone_repeated(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), torch.cat((v, v), 1))
+
+
+REPEATED = [
+    written_after_they_were_repeated,
+    repeated_then_written,
+    written_after_attention,
+    longer_by_repetition,
+    keys_alone_repeated,
+]
+
+
+@ON_CPU
+@pytest.mark.parametrize("program", REPEATED, ids=lambda program: program.__name__)
+def test_attention_over_keys_and_values_that_a_program_repeats(program: Any) -> None:
+    """What was repeated is taken only where it is what attention would have seen."""
+    tensors = heads(4), heads(2), heads(2)
+    results = []
+    for run in (program, jit(program)):
+        outputs = run(*tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results.append([*outputs, *torch.autograd.grad(sum(o.square().sum() for o in outputs), tensors)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@ON_CPU
+def test_no_gradient_goes_round_copies_made_without_one() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        with torch.no_grad():
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    tensors = heads(4), heads(2), heads(2)
+    jit(attend)(*tensors).sum().backward()
+    assert [tensor.grad is None for tensor in tensors] == [False, True, True]
+
+
+@ON_CPU
+def test_under_checkpointing_nothing_is_repeated_either() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def program(q: Any, k: Any, v: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)
+
+    assert_same(program, heads(4), heads(2), heads(2), **ATTENTION)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float32, torch.bfloat16)], ids=str)
+def test_attention_under_autocast_runs_in_its_dtype(dtypes: tuple[torch.dtype, ...]) -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
+
+    tensors = [heads(count, dtype) for count, dtype in zip((4, 2, 2), dtypes, strict=True)]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_same(attend, *tensors, tolerance=3e-2, **ATTENTION)
+    assert fastft_thunder.executor.declined == {}
+
+
+@ON_CPU
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (4, 0), (0, 4)])
+def test_attention_over_nothing_is_left_to_thunder(queries: int, keys: int) -> None:
+    """torch's kernel for the CPU divides by these lengths, and takes the process with it."""
+    tensors = heads(4, length=queries), heads(4, length=keys), heads(4, length=keys)
+    ours = jit(F.scaled_dot_product_attention)(*tensors)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(*tensors), equal_nan=True)
+    assert "nothing" in " ".join(fastft_thunder.executor.declined["scaled_dot_product_attention"])
+
+
+def test_attention_of_shapes_alone_asks_for_no_gpu() -> None:
+    q, k = (torch.empty(2, count, 12, HEAD, dtype=torch.bfloat16, device="meta") for count in (4, 2))
+    ours = jit(functools.partial(F.scaled_dot_product_attention, enable_gqa=True))(q, k, k)
+    assert ours.shape == q.shape
+    assert fastft_thunder.executor.declined["scaled_dot_product_attention"] == {"tensors on meta"}
+
+
+@ON_CPU
+@pytest.mark.parametrize("groups", [(2, 4), (4, 1)], ids=str)
+def test_keys_and_values_of_different_heads(groups: tuple[int, int]) -> None:
+    tensors = heads(4), *map(heads, groups)
+    ours = jit(functools.partial(F.scaled_dot_product_attention, enable_gqa=True))(*tensors)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(*tensors, enable_gqa=True))
+
+
+@pytest.mark.parametrize(("queries", "groups"), [(4, 3), (1, 4)])
+def test_heads_that_do_not_divide_the_queries_are_an_error(queries: int, groups: int) -> None:
+    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+    with pytest.raises(RuntimeError, match=f"{queries} heads of queries over {groups}"):
+        jit(attend)(heads(queries), heads(groups), heads(groups))
+
+
 def test_keys_and_values_are_copied_where_they_are_part_of_something_larger() -> None:
     """Kept, a view would keep all of it; and a tensor of its own needs no copy."""
     whole = torch.randn(2, 12, 96, device=DEVICE)
@@ -347,3 +468,8 @@ def test_keys_and_values_are_copied_where_they_are_part_of_something_larger() ->
     assert copy.stride() == part.contiguous().transpose(1, 2).contiguous().transpose(1, 2).stride()
     alone = torch.randn(2, 12, 2, HEAD, device=DEVICE).transpose(1, 2)
     assert repeat._kept_run(alone) is alone
+    spread = torch.randn(2, 12, 1, HEAD, device=DEVICE).transpose(1, 2).expand(2, 4, 12, HEAD)
+    assert repeat._kept_run(spread) is spread
+    query = whole[..., :32].view(2, 12, 2, HEAD).transpose(1, 2)
+    assert repeat._kept_run(part, query) is part  # all of it is kept for the query
+    assert repeat._kept_run(alone, None, True) is not alone  # somebody may write to it
