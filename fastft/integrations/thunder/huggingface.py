@@ -15,9 +15,13 @@ import inspect
 import types
 from typing import Any
 
+import thunder.torch as ltorch
+import torch
+from thunder.core.trace import get_tracectx
 from torch import nn
 
 from fastft import functional
+from fastft.integrations.thunder.executor import TensorProxy, executor
 from fastft.integrations.thunder.repeat import claim_repeat_kv
 from fastft.integrations.thunder.rope import claim_apply_rotary_pos_emb
 from fastft.patching import registry
@@ -90,6 +94,34 @@ class Prepared:
             self._embedding = inner
 
 
+def _is_counted(positions: Any) -> bool:
+    """Whether the program made `positions` of nothing that it was given."""
+    trace = get_tracectx()
+    made_by = {out.name: symbol for symbol in trace.bound_symbols for out in symbol.flat_proxy_outs}
+    looked_at, to_look_at = set(), [positions]
+    while to_look_at:
+        proxy = to_look_at.pop()
+        if proxy.name in looked_at:
+            continue
+        looked_at.add(proxy.name)
+        if proxy.name not in made_by:
+            return False
+        to_look_at += [x for x in made_by[proxy.name].flat_proxy_args if isinstance(x, TensorProxy)]
+    return True
+
+
+def _packed_sequence_indices(position_ids: Any) -> Any:
+    """transformers' `find_packed_sequence_indices` in a trace, which cannot look whether documents are packed.
+
+    Positions that the model counted by itself are one document a row, and need no mask: attention is causal then, and
+    ours. Positions that were given may begin anew, so each gets the number of its document, for a dense mask.
+    """
+    if _is_counted(position_ids):
+        return None
+    before = ltorch.cat((position_ids[:, :1] - 1, position_ids[:, :-1]), -1)
+    return ltorch.cumsum(ltorch.to(position_ids - before != 1, torch.int64), -1)
+
+
 def prepare_hf(model: nn.Module) -> Prepared:
     """Prepare a transformers (or PEFT) causal language model for `thunder.jit`.
 
@@ -103,6 +135,8 @@ def prepare_hf(model: nn.Module) -> Prepared:
         TypeError: `model` is not a transformers model.
         ValueError: `model` is planned by `fastft.patch`.
     """
+    from transformers import masking_utils
+
     inner = inner_model(model)
     if not isinstance(inner, nn.Module) or not hasattr(inner, "config"):
         raise TypeError(f"prepare_hf takes a transformers or PEFT model, got {type(model).__name__}.")
@@ -116,6 +150,7 @@ def prepare_hf(model: nn.Module) -> Prepared:
     prepared.take_hook_off(inner)
     claim_apply_rotary_pos_emb()
     claim_repeat_kv()
+    executor.substitute(masking_utils.find_packed_sequence_indices, _packed_sequence_indices)
     for owner in {id(backbone): backbone, id(inner): inner}.values():
         prepared.bind(owner, inspect.unwrap(type(owner).forward))
     model_type = getattr(inner.config, "model_type", None)

@@ -36,15 +36,57 @@ def test_llama_trains_on_all_four_operators(adapters: bool) -> None:
     for name, grad in support.trainable_gradients(model).items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     forward = {"rms_norm": 3, "rope": 1, "swiglu": 1, "cross_entropy": 1}
-    assert forward_names(jitted) == forward | {"kept": 2, "repeat": 2}
+    forward["attention"] = 1
+    assert forward_names(jitted) == forward | {"kept": 2}
     backward = {f"{name}_backward": count for name, count in forward.items()} | {"rms_norm": 3, "swiglu": 1}
-    backward["repeat"] = 1  # attention is written out on the CPU: it reads the values again, the keys only scaled
     if adapters:
         backward["rms_norm_backward"] = 2  # the first norm's input is the embedding, which is frozen
     assert backward_names(jitted) == Counter(backward)
     assert (prepared.norms, prepared.mlps, prepared.notes) == (3, 1, [])
     prepared.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def step(model: Any, run: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients; without a cache, beside which stock does not look for documents."""
+    model.zero_grad()
+    loss = run(**batch, use_cache=False)["loss"]
+    loss.backward()
+    return loss.detach(), support.trainable_gradients(model)
+
+
+def packed(*lengths: int) -> dict[str, torch.Tensor]:
+    """Documents of these lengths in one row, the first token of each no target."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.randint(3, 128, positions.shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+ROWS = support.random_batch(padded=False)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    # family, settings, batch, whether attention is causal and nothing else, and so ours
+    "packed documents": ("llama", {}, packed(5, 8), False),
+    "a window": ("mistral", {"sliding_window": 4}, ROWS, False),
+    "a window wider than the rows": ("mistral", {"sliding_window": 64}, ROWS, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_need_no_mask_get_none(case: str) -> None:
+    """transformers makes no mask for them in eager torch either; in a trace it cannot look at the positions."""
+    family, settings, batch, causal = CASES[case]
+    model: Any = support.build_model(family, num_hidden_layers=1, **settings)
+    loss, theirs = step(model, model, batch)
+    fastft_thunder.prepare_hf(model)
+    fastft_thunder.executor.clear()
+    jitted = jit(model)
+    ours_loss, ours = step(model, jitted, batch)
+    torch.testing.assert_close(ours_loss, loss)
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert forward_names(jitted)["attention"] == causal
+    declined = fastft_thunder.executor.declined.get("scaled_dot_product_attention", set())
+    assert declined == (set() if causal else {"a mask"})
 
 
 def test_what_prepare_hf_binds_computes_what_the_modules_compute() -> None:
