@@ -4,7 +4,8 @@ Three things stand between `thunder.jit` and a transformers 5 model. The backbon
 that set a context variable, which Thunder refuses ("trying to set .global_var"): the function inside is bound to the
 instance. The hook that makes embeddings require a gradient (PEFT under gradient checkpointing) calls a method proxies
 lack: it is taken off, which non-reentrant checkpointing does not miss. And the model's RMSNorm and MLP are written out
-in torch operations, where an executor can only claim what has a name: their forwards call `fastft.functional`.
+in torch operations, where an executor can only claim what has a name: their forwards call `fastft.functional`. In a
+trace transformers also makes a dense mask for every batch; rows whose positions the model counts itself go without.
 
 Everything is bound to this model's instances. No class is touched, and `undo()` takes it all off again.
 """
@@ -94,20 +95,24 @@ class Prepared:
             self._embedding = inner
 
 
+_MOVES_A_COUNT = frozenset({"torch.add", "torch.unsqueeze", "torch.Tensor.expand"})
+
+
 def _is_counted(positions: Any) -> bool:
-    """Whether the program made `positions` of nothing that it was given."""
-    trace = get_tracectx()
-    made_by = {out.name: symbol for symbol in trace.bound_symbols for out in symbol.flat_proxy_outs}
-    looked_at, to_look_at = set(), [positions]
-    while to_look_at:
-        proxy = to_look_at.pop()
-        if proxy.name in looked_at:
-            continue
-        looked_at.add(proxy.name)
-        if proxy.name not in made_by:
+    """Whether `positions` go up by one along each row, because the program counted them: one `torch.arange`, moved.
+
+    Made of a constant alone is not enough: two ranges side by side are two documents.
+    """
+    made_by = {out.name: symbol for symbol in get_tracectx().bound_symbols for out in symbol.flat_proxy_outs}
+    while (symbol := made_by.get(positions.name)) is not None:
+        sources = [x for x in symbol.flat_proxy_args if isinstance(x, TensorProxy)]
+        if symbol.sym.id == ltorch.arange.id:
+            given = dict(zip(("start", "end", "step"), symbol.args, strict=False)) | symbol.kwargs
+            return bool(given.get("step", 1) == 1)
+        if symbol.sym.id not in _MOVES_A_COUNT or len(sources) != 1:
             return False
-        to_look_at += [x for x in made_by[proxy.name].flat_proxy_args if isinstance(x, TensorProxy)]
-    return True
+        (positions,) = sources
+    return False
 
 
 def _packed_sequence_indices(position_ids: Any) -> Any:

@@ -89,6 +89,27 @@ def test_rows_that_need_no_mask_get_none(case: str) -> None:
     assert declined == (set() if causal else {"a mask"})
 
 
+class Packs(torch.nn.Module):
+    """Counts the positions of two documents inside the program, given none of them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False)["logits"]
+
+
+def test_positions_that_a_program_counts_for_two_documents_keep_them_apart() -> None:
+    model: Any = support.build_model("llama", num_hidden_layers=1)
+    ids = packed(5, 8)["input_ids"]
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=part).logits for part in ids.split([5, 8], dim=1)], 1)
+        fastft_thunder.prepare_hf(model)
+        torch.testing.assert_close(jit(Packs(model))(ids), apart)
+
+
 def test_what_prepare_hf_binds_computes_what_the_modules_compute() -> None:
     """Without Thunder too, in a family with further norms; and the model is itself again afterwards."""
     model = support.build_model("qwen3")
