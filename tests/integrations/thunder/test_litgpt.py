@@ -344,7 +344,7 @@ def test_grouped_queries_stay_grouped_only_where_a_fused_kernel_takes_them(
     dtype: torch.dtype, head: int, capability: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere torch writes every score out: on a T4, or in float32, litgpt's copies are the smaller evil."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 8, 4, head), device=torch.device("cuda", 0))
     assert lit._unrepeated(query) == fused
