@@ -11,7 +11,8 @@ X̂, which costs one read and one write to make again.
 
 Attention runs under `enable_grad` on detached Q, K, V, so its backward is whatever its forward dispatched to (cuDNN,
 flash, eager …). That small graph lives in `Attended` until the first backward has used it; a second backward
-(retain_graph=True) builds it again from Q, K, V.
+(retain_graph=True) builds it again from Q, K, V. Where Q, K and V are made again but attention is not run again, the
+graph is an emptied one (emptied_graph.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fastft.autograd.autocast import AutocastState
+from fastft.autograd.emptied_graph import EmptiedGraph
 from fastft.autograd.products import Products
 from fastft.kernels.rms_norm import NormMode, rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
@@ -80,7 +82,8 @@ class Attended:
     """Attention's output and the small graph behind it."""
 
     output: Tensor  # [tokens, heads · head_dim]
-    graph: tuple[Tensor, Tensor, Tensor, Tensor] | None  # output with history, and the leaves query, key, value
+    # output with history, and the leaves query, key, value; or a graph that has been given these again
+    graph: tuple[Tensor, Tensor, Tensor, Tensor] | EmptiedGraph | None
     retain: bool = False  # the first backward leaves the graph's tensors where they are
 
 
@@ -151,12 +154,43 @@ def attend(saved: SavedIn, attention: Attention, state: AutocastState, with_grap
     return Attended(flat, (output, *leaves))  # type: ignore[arg-type]
 
 
+def attend_once(saved: SavedIn, attention: Attention, state: AutocastState) -> tuple[Attended, EmptiedGraph | None]:
+    """Attention whose backward will need Q, K, V and what `EmptiedGraph.kept` names, but no second run.
+
+    Returns:
+        The output, without a graph, and the graph; None where attention saves too much else (eager attention's scores).
+    """
+    heads = tuple(t.transpose(1, 2) for t in (saved.query, saved.key, saved.value))
+    with state.restored():
+        output, graph = EmptiedGraph.record(attention, *heads)
+    return Attended(output, None), graph
+
+
+def refilled(saved: SavedIn, graph: EmptiedGraph, kept: Sequence[Tensor], retain: bool) -> Attended:
+    """`attend_once`'s output and graph, given Q, K and V that were made again, and what was kept.
+
+    Args:
+        saved: of a second `forward_in`.
+        graph: of the forward.
+        kept: what its `kept` named, in order, from wherever it was.
+        retain: whether there may be another backward.
+    """
+    graph.refill(*(t.transpose(1, 2) for t in (saved.query, saved.key, saved.value)), kept)
+    return Attended(kept[0], graph, retain)
+
+
 def attend_backward(grad: Tensor, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV `[batch, sequence, heads, head_dim]`, of any strides, from dO `[tokens, heads · head_dim]`."""
-    assert attended.graph is not None
-    output, *leaves = attended.graph
+    graph = attended.graph
     attended.graph = None
-    grads = torch.autograd.grad(output, leaves, grad.to(output.dtype).view(output.shape), retain_graph=attended.retain)
+    assert graph is not None
+    if isinstance(graph, EmptiedGraph):
+        grads = graph.backward(grad, attended.retain)
+    else:
+        output, *leaves = graph
+        grads = torch.autograd.grad(
+            output, leaves, grad.to(output.dtype).view(output.shape), retain_graph=attended.retain
+        )
     return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
 
 

@@ -9,7 +9,8 @@ keep        saves x, 1/rms, Q, K, V, O, h, G, U and the small X Aᵀ; the backwa
 lean        the same less G and U, the two widest: the backward makes them again, tile by tile.
 recompute   saves x alone; the backward runs the attention half again, then goes on as *lean* does. The down projection
             is not run again: nobody needs its output. The dense weights of the recomputation serve the backward.
-offload     as recompute, with x in host memory (`LayerCall.host`).
+offload     as recompute, with x in host memory (`LayerCall.host`); with `LayerCall.once` O and attention's statistics
+            are there too, and attention itself is not run again (emptied_graph.py).
 
 The residual gradient travels inside the norm's backward kernel (dh = d RMSNorm + dy in one store), and the residual
 add of attention's output inside the second norm's forward kernel. Rounding follows transformers: each projection's
@@ -32,12 +33,15 @@ from torch import Tensor
 from fastft.autograd import attention_half, mlp_half
 from fastft.autograd.attention_half import Attended, Attention, Heads, Norm, SavedIn
 from fastft.autograd.autocast import AutocastState, suspended
+from fastft.autograd.emptied_graph import EmptiedGraph
 from fastft.autograd.first_order import first_order
 from fastft.autograd.products import Products, products, to_leaf_dtypes
 from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 
 Level = Literal["keep", "lean", "recompute", "offload"]
+Once = Literal["ahead", "late"]  # attention's output comes back with x ahead of time, or when the layer is reached
+Attend = Callable[[SavedIn], Attended]
 NORMS = 4  # input, post-attention, query, key
 
 
@@ -58,6 +62,7 @@ class LayerCall:
     level: Level = "keep"
     compact: int = 0  # rows of the MLP's small tiles; 0 for the usual ones
     host: HostStore | None = None  # for level offload; without one it is recompute
+    once: Once | None = None  # level offload runs attention once, if it can; None: twice
     attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
     observer: Callable[[], None] | None = None  # called when a backward ends
 
@@ -201,7 +206,7 @@ def mlp_out(
 
 
 def forward_attention(
-    x: Tensor, cos: Tensor, sin: Tensor, call: LayerCall, dtype: torch.dtype, with_graph: bool
+    x: Tensor, cos: Tensor, sin: Tensor, call: LayerCall, dtype: torch.dtype, attend: Attend
 ) -> tuple[AttentionSaved, Attended, Recomputed]:
     """The layer up to the second norm.
 
@@ -211,11 +216,11 @@ def forward_attention(
         sin: as `cos`.
         call: the layer.
         dtype: compute dtype of the products.
-        with_graph: record attention's own graph for the backward.
+        attend: attention over what comes before it.
     """
     qkv = products(call.qkv, dtype)
     into, normed = attention_half.forward_in(x, call.input_norm, qkv, call.head_norms, call.heads, cos, sin)
-    attended = attention_half.attend(into, call.attention, call.autocast, with_graph)
+    attended = attend(into)
     after = attention_out(x.view(-1, x.shape[-1]), attended.output, call, dtype)
     saved = AttentionSaved(into, attended.output, after.low_rank, after.h, after.inverse_rms)
     return saved, attended, Recomputed(qkv, after.output, after.gate_up, normed, after.normed_h)
@@ -229,6 +234,7 @@ def forward(
     with_graph: bool,
     keep_mlp: bool,
     out: Tensor | None = None,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, AttentionSaved | None, mlp_half.Saved | None, Attended | None]:
     """The layer's output; with `with_graph` also what levels *keep* and *lean* save, and attention's graph.
 
@@ -240,10 +246,12 @@ def forward(
         with_graph: record attention's own graph for the backward.
         keep_mlp: whether gate and up are wanted.
         out: receives the output.
+        attend: runs attention where it is not just run.
     """
     dtype = call.autocast.compute_dtype(x.dtype)
     attended: Attended | None
-    saved, attended, made = forward_attention(x, cos, sin, call, dtype, with_graph)
+    attend = attend or _attention(call, with_graph)
+    saved, attended, made = forward_attention(x, cos, sin, call, dtype, attend)
     h, normed_h, gate_up = saved.h, made.normed_h, made.gate_up
     del made
     kept: AttentionSaved | None = None
@@ -269,6 +277,7 @@ def backward(
     needs_x: bool,
     needs_leaves: list[bool],
     out: Tensor | None = None,
+    attend: Attend | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx `[batch, sequence, hidden]` and the gradient of every leaf, in the order of `LayerCall.leaves`.
 
@@ -284,13 +293,14 @@ def backward(
         needs_x: whether dx is wanted.
         needs_leaves: one flag per leaf.
         out: receives dx, if it is wanted.
+        attend: where attention need not run again: gives its output and graph.
     """
     dtype, rows = call.autocast.compute_dtype(x.dtype), x.view(-1, x.shape[-1])
     grad = grad.reshape(rows.shape)
     needs_norms, needs_projections = needs_leaves[:NORMS], needs_leaves[NORMS:]
     made: Recomputed | None = None
     if saved is None:
-        saved, attended, made = forward_attention(x, cos, sin, call, dtype, with_graph=True)
+        saved, attended, made = forward_attention(x, cos, sin, call, dtype, attend or _attention(call, with_graph=True))
         qkv, output, gate_up, normed_h = made.qkv, made.output, made.gate_up, made.normed_h
     else:
         if attended is None or attended.graph is None:
@@ -363,11 +373,44 @@ def backward(
     return None if grad_x is None else grad_x.view(x.shape), leaf_grads
 
 
+def _attention(call: LayerCall, with_graph: bool) -> Attend:
+    return lambda into: attention_half.attend(into, call.attention, call.autocast, with_graph)
+
+
 class HostStore(Protocol):
     """Where level *offload* leaves x (memory/offload.py)."""
 
     def put(self, tensor: Tensor) -> Any:
-        """Start copying `tensor` to host memory; the returned parcel's `get()` brings it back."""
+        """Start copying `tensor` to host memory; the returned parcel's `get()` brings it back.
+
+        Its `add(*tensors, ahead=…)` takes more, which `added()` brings back.
+        """
+
+
+class _HostLayer:
+    """What an offloaded layer has in host memory: x, and what keeps attention from running twice, if that is wanted."""
+
+    __slots__ = ("_call", "_graph", "_parcel")
+
+    def __init__(self, call: LayerCall, x: Tensor) -> None:
+        assert call.host is not None
+        self._parcel, self._call = call.host.put(x), call
+        self._graph: EmptiedGraph | None = None
+
+    def attend(self, into: SavedIn) -> Attended:
+        """The forward's attention; its output leaves for host memory at once, beside the rest of the layer."""
+        attended, self._graph = attention_half.attend_once(into, self._call.attention, self._call.autocast)
+        if self._graph is not None:
+            assert self._call.once is not None
+            self._parcel.add(*self._graph.take(), ahead=self._call.once == "ahead")
+        return attended
+
+    def get(self, retain: bool) -> tuple[Tensor, Attend | None]:
+        """x, and for the backward what attention would give (None: run it); `retain`: there may be another backward."""
+        x, graph = self._parcel.get(), self._graph
+        if graph is None:
+            return x, None
+        return x, lambda into: attention_half.refilled(into, graph, self._parcel.added(), retain)
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -378,10 +421,11 @@ class _DecoderLayer(torch.autograd.Function):
         # Ambient autocast stays on: every product's operands are in its dtype already, and attention is to see it.
         level = call.level
         keeps_attention = level in ("keep", "lean")
-        parcel = call.host.put(x) if level == "offload" and call.host is not None else None  # beside the forward
-        y, saved, mlp, attended = forward(x, cos, sin, call, with_graph=keeps_attention, keep_mlp=level == "keep")
-        ctx.call, ctx.attended, ctx.parcel = call, attended, parcel
-        kept_x = x if parcel is None else None
+        away = _HostLayer(call, x) if level == "offload" and call.host is not None else None  # beside the forward
+        attend = away.attend if away is not None and call.once is not None else None
+        y, saved, mlp, attended = forward(x, cos, sin, call, keeps_attention, keep_mlp=level == "keep", attend=attend)
+        ctx.call, ctx.attended, ctx.away = call, attended, away
+        kept_x = x if away is None else None
         kept = [] if saved is None else [*saved.flatten(), *(mlp or ())]
         ctx.save_for_backward(kept_x, cos, sin, *leaves, *kept)
         return y
@@ -395,17 +439,21 @@ class _DecoderLayer(torch.autograd.Function):
         n_saved = N_SAVED[call.level]
         leaves, kept = rest[: len(rest) - n_saved], rest[len(rest) - n_saved :]
         del rest
-        if ctx.parcel is not None:
-            x = ctx.parcel.get()
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
-                ctx.parcel = None  # the host memory is the next step's, though somebody holds on to the loss
+        attend: Attend | None = None
+        if ctx.away is not None:
+            retain = torch._C._autograd._get_current_graph_task_keep_graph()
+            x, attend = ctx.away.get(retain)
+            if not retain:
+                ctx.away = None  # the host memory is the next step's, though somebody holds on to the loss
         saved = AttentionSaved.restore(kept[:N_ATTENTION]) if kept else None
         mlp = mlp_half.Saved(*kept[N_ATTENTION:]) if call.level == "keep" else None  # type: ignore[arg-type]
         del kept
         needs_x, needs_leaves = ctx.needs_input_grad[1], list(ctx.needs_input_grad[4:])
         with suspended(x.device.type):
             call = call.with_leaves(leaves)
-            grad_x, leaf_grads = backward(grad, x, cos, sin, call, saved, mlp, attended, needs_x, needs_leaves)
+            grad_x, leaf_grads = backward(
+                grad, x, cos, sin, call, saved, mlp, attended, needs_x, needs_leaves, attend=attend
+            )
             leaf_grads = to_leaf_dtypes(leaf_grads, leaves)
         if call.observer is not None:
             call.observer()

@@ -7,7 +7,7 @@ intermediate size:
     saved     keep      x s·h, Q K V e(q + 2kv), O e·q, attention's statistics 4 per head, h s·h, two 1/rms, G U 2e·i,
                         and X Aᵀ of each product with adapters, e·rank
               lean      the same without G and U and the MLP's X Aᵀ
-              recompute x;   offload: nothing (x is in host memory)
+              recompute x;   offload: nothing (x is in host memory; O and the statistics too, if attention runs once)
     working   the larger of two moments of a layer's backward: the MLP's tile with everything the attention half still
               holds for its own backward, and attention's backward with its workspace
 
@@ -19,17 +19,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fastft.autograd.decoder_layer import Once
 from fastft.autograd.mlp_half import tile_rows
 from fastft.memory.planner import LevelCost
 
-__all__ = ["LayerShape", "StepCosts", "step_costs", "with_gradients", "without_graphs"]
+__all__ = ["LayerShape", "StepCosts", "attention_once", "step_costs", "with_gradients", "without_graphs"]
 
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
 _HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
+_BUSY_OPERATIONS = (
+    1.5e12  # of a layer's forward: from here on the device is busy and the host's time hidden (H200: 2.5 ms)
+)
 _EAGER_OPERATIONS = 2e12  # where graphs pay, a layer that runs without one costs the host 3 milliseconds more
 _TILE_OPERATIONS = 3e10  # a further tile of the MLP costs a layer 50 microseconds: launches, products' last waves
 _HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
+_LINK_OPERATIONS = (
+    12e3  # what a device does while a byte crosses to host memory (H200: 650e12 over 50e9 a second; less elsewhere)
+)
+_ONCE_OPERATIONS = 3e10  # attention's emptied graph and two more copies cost the host 50 microseconds
+_LATE_FROM = 65536  # tokens a row: attention takes many times as long as its output's way back, which need not be early
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,46 @@ class StepCosts:
     forward_working: int
     loss_working: int
     forward_operations: float = 0.0  # of a layer's products
+    compact: int = 0  # as they were asked for
+    once: bool = False  # an offloaded layer's attention runs once
+
+
+def attention_once(
+    *,
+    tokens: int,
+    longest: int,
+    hidden: int,
+    query: int,
+    key_value: int,
+    heads: int,
+    intermediate: int,
+    compute_bytes: int,
+    stream_bytes: int,
+) -> Once | None:
+    """Whether an offloaded layer's attention output goes to host memory beside x, instead of being made again.
+
+    It does where the copies stay hidden behind the layer's forward and the time saved is more than they cost; and it
+    comes back ahead of time, unless the rows are so long that one tensor more on the device matters more than waiting.
+
+    Args:
+        tokens: in a batch.
+        longest: length of a row, or of the longest document.
+        hidden: width of the residual stream.
+        query: heads · head_dim.
+        key_value: key/value heads · head_dim.
+        heads: query heads.
+        intermediate: columns of gate, up.
+        compute_bytes: element size of the products' dtype.
+        stream_bytes: element size of the residual stream.
+    """
+    kept = compute_bytes * query + _STATISTIC * heads  # a token
+    attention = 2.0 * longest * query
+    forward = 2.0 * hidden * (2 * query + 2 * key_value + 3 * intermediate) + attention
+    if forward < _LINK_OPERATIONS * (stream_bytes * hidden + kept):
+        return None
+    if tokens * (attention - _HOST_COPY_OPERATIONS * kept) < _ONCE_OPERATIONS:
+        return None
+    return "ahead" if longest < _LATE_FROM else "late"
 
 
 def step_costs(
@@ -88,6 +137,7 @@ def step_costs(
     loss_chunk: int,
     head_trains: bool = False,
     compact: int = 0,
+    twice: bool = False,
 ) -> StepCosts:
     """Costs of one layer at every level, and the working memory around the layers.
 
@@ -99,6 +149,7 @@ def step_costs(
         loss_chunk: bytes of the logits that exist at once.
         head_trains: whether the head's weight gets a gradient (float32 while it is summed).
         compact: with the MLP in tiles of so many rows at most; 0 for the usual ones.
+        twice: an offloaded layer's attention runs twice, even where once would be faster: less host memory.
     """
     e, s = shape.compute_bytes, shape.stream_bytes
     hidden, query, both = shape.hidden, shape.query, 2 * shape.key_value
@@ -142,16 +193,32 @@ def step_costs(
     recompute_operations = half_operations + lean_operations
     more_tiles = -(-tokens // rows) - -(-tokens // tile_rows(tokens, shape.intermediate, e))
     tiling = _TILE_OPERATIONS * more_tiles
+    forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
+    once: Once | None = None
+    if not twice:
+        once = attention_once(
+            tokens=tokens,
+            longest=longest,
+            hidden=hidden,
+            query=query,
+            key_value=shape.key_value,
+            heads=shape.heads,
+            intermediate=shape.intermediate,
+            compute_bytes=e,
+            stream_bytes=s,
+        )
+    host = stream + (0 if once is None else output + statistics)
+    ahead = stream + (output + statistics if once == "ahead" else 0)  # of the layer before
+    offload_operations = recompute_operations + tiling + _HOST_COPY_OPERATIONS * host
+    if forward_operations < _BUSY_OPERATIONS:
+        offload_operations += _HOST_LAUNCH_OPERATIONS
+    if once is not None:
+        offload_operations += _ONCE_OPERATIONS - 2 * tokens * longest * query
     levels = {
         "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, tiling),
         "lean": LevelCost(stream + attention + stream, kept_working, 0, lean_operations + tiling),
         "recompute": LevelCost(stream, recompute_working, 0, recompute_operations + tiling),
-        "offload": LevelCost(
-            0,
-            recompute_working + 2 * stream,
-            stream,
-            recompute_operations + tiling + _HOST_COPY_OPERATIONS * stream + _HOST_LAUNCH_OPERATIONS,
-        ),
+        "offload": LevelCost(0, recompute_working + stream + ahead, host, offload_operations),
     }
     forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank) + dropped
     forward_working = max(
@@ -160,8 +227,7 @@ def step_costs(
     )
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
-    forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
-    return StepCosts(levels, forward_working, loss_working, forward_operations)
+    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, once is not None)
 
 
 def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:

@@ -8,13 +8,18 @@ on a stream of its own, and the host never waits.
     store.settle()             # once, when the first layer that does not put is about to run, or the loss
     x = parcel.get()           # in its backward; starts the copy back of the parcel put just before this one
 
+What the same layer makes on the way and wants back with x is added to its parcel, and comes back beside it:
+
+    parcel.add(output, statistics)
+    output, statistics = parcel.added()
+
 Three things keep memory in hand.
 
 - A tensor on its way out is held by the store until the stream that computes has been told to wait for its copy; from
   then on its memory is free for that stream, in stream order. `record_stream` would need no holding, but it frees
   memory when the *host* finds the copy done, and the host runs many layers ahead: the peak would depend on timing. At
-  most two tensors are on their way out, and one on its way back ahead of time: two tensors more in the forward until
-  `settle`, one more in the backward.
+  most two calls' tensors are on their way out, and one parcel's on their way back ahead of time: two tensors more in
+  the forward until `settle`, one more in the backward (two, where something was added).
 - Host buffers have the exact size, in pages. torch's own pinned memory is rounded up to a power of two.
 - A parcel's buffer returns to the pool when the parcel dies, with the event of the last copy that used it, and the next
   copy into it waits for that event on its stream. Steps of equal shape pin nothing after the first.
@@ -30,6 +35,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +46,7 @@ from fastft.memory.budget import format_bytes
 __all__ = ["HostStore", "Parcel"]
 
 _PAGE = 4096
-_MOST_LEAVING = 2  # copies out that may be unfinished: one runs, one waits
+_MOST_LEAVING = 2  # calls of `put` and `add` whose copies may be unfinished: one runs, one waits
 _MOST_SLACK = 1.5  # a free buffer of up to so many times the size asked for will do
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -53,9 +59,9 @@ class _Lanes(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """A tensor that is being copied out, and the stream that uses its memory afterwards."""
+    """Tensors that are being copied out, and the stream that uses their memory afterwards."""
 
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
     copied: torch.cuda.Event
     user: torch.cuda.Stream
 
@@ -110,34 +116,43 @@ class HostStore:
             ValueError: it is not contiguous, or on another kind of device.
             RuntimeError: the host has no memory to pin.
         """
-        if tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
-            raise ValueError(
-                f"put needs a contiguous tensor on a CUDA device or the CPU; this one is on {tensor.device} with shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}. Pass tensor.contiguous()."
-            )
-        tensor = tensor.detach()
         with self._lock:
-            lanes = self._lanes_of(tensor.device)
-            while len(self._leaving) >= _MOST_LEAVING:
-                self._retire_oldest()
-            buffer = self._take_buffer(tensor.nbytes, tensor.device, pinned=lanes is not None)
-            parcel = Parcel(self, tensor, buffer, lanes, self._latest)
-            if lanes is None:
-                parcel._host.copy_(tensor)
-            else:
-                user = torch.cuda.current_stream(tensor.device)
-                lanes.out.wait_stream(user)
-                if buffer.last_use:
-                    lanes.out.wait_event(buffer.last_use[0])
-                with torch.cuda.stream(lanes.out):
-                    parcel._host.copy_(tensor, non_blocking=True)
-                copied = lanes.out.record_event()
-                buffer.last_use.append(copied)
-                parcel._copied = copied
-                self._leaving.append(_Leaving(tensor, copied, user))
-            self._parcels.add(parcel)
+            (parcel,) = self._send((tensor,), self._latest)
             self._latest = weakref.ref(parcel)
             return parcel
+
+    def _send(self, tensors: Sequence[Tensor], previous: weakref.ref[Parcel] | None) -> list[Parcel]:
+        """A parcel for each tensor, on its way out; they leave together."""
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
+                raise ValueError(
+                    f"put needs a contiguous tensor on a CUDA device or the CPU; this one is on {tensor.device} with "
+                    f"shape {tuple(tensor.shape)} and strides {tensor.stride()}. Pass tensor.contiguous()."
+                )
+        while len(self._leaving) >= _MOST_LEAVING:
+            self._retire_oldest()
+        parcels = []
+        for tensor in (t.detach() for t in tensors):
+            lanes = self._lanes_of(tensor.device)
+            buffer = self._take_buffer(tensor.nbytes, tensor.device, pinned=lanes is not None)
+            parcel = Parcel(self, tensor, buffer, lanes, previous)
+            parcels.append(parcel)
+            self._parcels.add(parcel)
+            if lanes is None:
+                parcel._host.copy_(tensor)
+                continue
+            lanes.out.wait_stream(torch.cuda.current_stream(tensor.device))
+            if buffer.last_use:
+                lanes.out.wait_event(buffer.last_use[0])
+            with torch.cuda.stream(lanes.out):
+                parcel._host.copy_(tensor, non_blocking=True)
+            parcel._copied = lanes.out.record_event()
+            buffer.last_use.append(parcel._copied)
+        last = parcels[-1]
+        if last._copied is not None:  # the lane is first come, first served: the last copy's end is everyone's
+            user = torch.cuda.current_stream(last._device)
+            self._leaving.append(_Leaving(tuple(tensors), last._copied, user))
+        return parcels
 
     def settle(self) -> None:
         """Let go of the tensors on their way out: their streams wait for the copies, the host does not.
@@ -222,17 +237,42 @@ class Parcel:
         self._copied: torch.cuda.Event | None = None
         self._previous = previous
         self._waiting = True  # nobody has asked for it, ahead of time or otherwise
+        self._added: list[Parcel] = []
+        self._added_ahead = True
 
     @property
     def arriving(self) -> bool:
         """Whether the copy back was started ahead of `get`."""
         return self._arrival is not None
 
+    def add(self, *tensors: Tensor, ahead: bool = True) -> None:
+        """Start copying further tensors of the same layer to host memory, as `put` does; `added` brings them back.
+
+        Args:
+            tensors: as for `put`, at least one, all on the parcel's device; not to be written to either.
+            ahead: whether they come back ahead of time together with the parcel, or only when it is asked for.
+
+        Raises:
+            ValueError: as `put`.
+            RuntimeError: as `put`.
+        """
+        with self._store._lock:
+            self._added += self._store._send(tensors, None)
+            self._added_ahead = ahead
+
+    def added(self) -> list[Tensor]:
+        """What `add` was given, in order, each as `get` returns it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for it.
+        """
+        return [parcel.get() for parcel in self._added]
+
     def get(self) -> Tensor:
         """The tensor, on its device, to be used on the current stream; no host sync.
 
-        Then the copy back of the parcel put just before this one is started, if nobody asked for that one yet: a
-        backward wants them in reverse order. Each call returns a tensor of its own.
+        Then the copies back of what was added are started, and that of the parcel put just before this one, if nobody
+        asked for that one yet: a backward wants them in reverse order. Each call returns a tensor of its own.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for it.
@@ -246,10 +286,18 @@ class Parcel:
                 current.wait_event(arrival.copied)
                 if arrival.user != current:
                     arrival.tensor.record_stream(current)
+            self._fetch_added()
             previous = None if self._previous is None else self._previous()
             if previous is not None and previous._waiting:
                 previous._arrival = previous._copy_back()
+                if previous._added_ahead:
+                    previous._fetch_added()
             return arrival.tensor
+
+    def _fetch_added(self) -> None:
+        for parcel in self._added:
+            if parcel._waiting:
+                parcel._arrival = parcel._copy_back()
 
     def _copy_back(self) -> _Arrival:
         self._waiting = False
@@ -287,10 +335,12 @@ class _HostBuffer:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise RuntimeError(_no_memory("allocate", nbytes, str(error))) from error
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # A fork copies pinned pages at once, not when they are written to, and no data-loading worker wants them.
-            with contextlib.suppress(OSError):
-                pages.madvise(mmap.MADV_DONTFORK)
+        # Huge pages are pinned in a fraction of the time. A fork copies pinned pages at once, not when they are written
+        # to, and no data-loading worker wants them.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):
+                    pages.madvise(getattr(mmap, advice))
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         if device is not None:

@@ -23,11 +23,13 @@ from torch.nn.modules import module as torch_module
 
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, apply_layer
+from fastft.autograd.decoder_layer import LayerCall, Once, apply_layer
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
+from fastft.memory.costs import attention_once
 from fastft.patching import levels, registry
 from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
+from fastft.patching.documents import DocumentMask
 from fastft.patching.families import FAMILIES, Family
 from fastft.patching.peft import ProjectionReader, hooked
 
@@ -107,9 +109,19 @@ class LayerReader:
         return None
 
     def read(
-        self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool, host: Any = None, fold: bool = False
+        self,
+        x: Tensor,
+        kwargs: dict[str, Any],
+        level: str,
+        training: bool,
+        host: Any = None,
+        fold: bool = False,
+        once: bool = False,
     ) -> LayerCall | str:
-        """The layer's call for input `x`, or why it must run stock; `host` serves level offload, `fold` projections."""
+        """The layer's call for input `x`, or why it must run stock.
+
+        `host` and `once` (attention may run once) serve level offload, `fold` projections.
+        """
         reason = self.structural_reason()
         if reason is not None:
             return reason
@@ -146,6 +158,9 @@ class LayerReader:
             autocast=state,
             level=level,  # type: ignore[arg-type]
             host=host,
+            once=_once(x, projections, width, mask, state)
+            if once and level == "offload" and host is not None
+            else None,
             attention_key=None if cached else attention_key(attention, mask, arguments),
         )
 
@@ -174,6 +189,22 @@ def _draw(projections: Sequence[Projection], device: torch.device) -> None:
         seed = torch.randint(2**63 - 1, (1,), device=device)
         for stream, projection in enumerate(dropping, 1):
             projection.dropout = Dropout(projection.dropout.p, seed, stream)  # type: ignore[union-attr]
+
+
+def _once(x: Tensor, projections: Sequence[Projection], width: int, mask: Any, state: AutocastState) -> Once | None:
+    """Whether an offloaded layer leaves attention's output in host memory too (memory/costs.py)."""
+    query, key, _, output, gate, *_ = projections
+    return attention_once(
+        tokens=x.shape[0] * x.shape[1],
+        longest=mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1],
+        hidden=output.out_features,
+        query=query.out_features,
+        key_value=key.out_features,
+        heads=query.out_features // width,
+        intermediate=gate.out_features,
+        compute_bytes=state.compute_dtype(x.dtype).itemsize,
+        stream_bytes=x.element_size(),
+    )
 
 
 def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:
@@ -229,7 +260,7 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         if level != "offload" and host is not None:
             host.settle()
         call = reader_of(self, FAMILIES[site.model_type]).read(
-            hidden_states, kwargs, level, self.training, host, site.fold_adapters
+            hidden_states, kwargs, level, self.training, host, site.fold_adapters, site.once
         )
     else:
         call = reason

@@ -20,10 +20,12 @@ from fastft.patching.families import FAMILIES
 __all__ = ["autocast_dtype", "costs_of", "model_of"]
 
 
-def costs_of(
-    backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, longest: int
-) -> tuple[StepCosts, StepCosts] | None:
-    """Costs of the backbone's layers as they are now, with usual and with small tiles; None where none can be read."""
+def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, longest: int) -> list[StepCosts] | None:
+    """Costs of the backbone's layers as they are now, first with usual tiles, then with every other way to save memory.
+
+    None where none can be read. The others: the MLP in small tiles; attention twice where offloaded layers would run it
+    once; both.
+    """
     from fastft.patching import decoder_layer  # which reads levels from levels.py, which reads costs from here
 
     shapes = []
@@ -50,7 +52,8 @@ def costs_of(
         loss_chunk=chunk_bytes(tokens, vocabulary, itemsize, next(backbone.parameters()).device),
         head_trains=_head_trains(backbone),
     )
-    return costs(), *(costs(compact=rows) for rows in mlp_half.COMPACT_ROWS)
+    found = [costs(compact=rows) for rows in (0, *mlp_half.COMPACT_ROWS)]
+    return found + [costs(compact=one.compact, twice=True) for one in found if one.once]
 
 
 def _shape(layer: Any, projections: Sequence[Any], dtype: torch.dtype) -> LayerShape:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastft.autograd import mlp_half
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.captures import CUBLAS_WORKSPACE, pays
 from fastft.memory.costs import StepCosts, with_gradients, without_graphs
@@ -27,7 +26,17 @@ from fastft.patching import registry
 from fastft.patching.layer_costs import autocast_dtype, costs_of, model_of
 from fastft.patching.registry import AUTO
 
-__all__ = ["NO_PLAN_FITS", "Memory", "SizePlan", "device_of", "learn", "plan_for", "summary"]
+__all__ = [
+    "NO_PLAN_FITS",
+    "Memory",
+    "SizePlan",
+    "device_of",
+    "learn",
+    "offloads_once",
+    "plan_for",
+    "size_of",
+    "summary",
+]
 
 NO_PLAN_FITS = (
     "no plan fits; this is the one with the least memory. Use shorter rows, a smaller batch with more "
@@ -106,8 +115,7 @@ def plan_for(
     device = device_of(layers)
     if device is None:
         return None
-    tokens = -(-shape[0] * shape[1] // _SIZE_STEP) * _SIZE_STEP
-    size = (tokens, min(-(-shape[1] // _SIZE_STEP) * _SIZE_STEP, tokens))
+    tokens, _ = size = size_of(shape)
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     asked = (autocast_dtype(device), *(s.level for s in sites))
     if asked != memory.asked:
@@ -171,13 +179,13 @@ def _fresh(
     start, gradients = _start(backbone, memory, allocated)
     buffers = 0
     if graphs and device.type == "cuda" and pays(costs[0].forward_operations, device):
-        costs = tuple(without_graphs(one, "offload") for one in costs)
+        costs = [without_graphs(one, "offload") for one in costs]
         buffers = _graph_buffers(backbone, layers[0], tokens)
         if graphs_kept is None:
             start += buffers
     if not memory.accumulates:
         of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
-        costs = tuple(with_gradients(one, of_a_layer) for one in costs)
+        costs = [with_gradients(one, of_a_layer) for one in costs]
     plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
     if buffers:
         plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
@@ -214,10 +222,10 @@ def _make(
     base: int,
     host_budget: int,
 ) -> Plan:
-    """The best plan over the costs of usual and of ever smaller tiles."""
+    """The best plan over the costs of all ways to run a layer."""
     plans = [
-        replace(_make_one(memory, device, sites, one, base, host_budget), compact=rows)
-        for one, rows in zip(costs, (0, *mlp_half.COMPACT_ROWS), strict=True)
+        replace(_make_one(memory, device, sites, one, base, host_budget), compact=one.compact, once=one.once)
+        for one in costs
     ]
     return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))
 
@@ -249,9 +257,33 @@ def _needs_eager(plan: Plan, costs: Sequence[StepCosts], base: int) -> bool:
     """Whether an offloaded layer's backward would pass the budget beside what graphs keep: that is never let go."""
     if "offload" not in plan.levels:
         return False
-    levels = costs[(0, *mlp_half.COMPACT_ROWS).index(plan.compact)].levels
+    levels = next(one.levels for one in costs if (one.compact, one.once) == (plan.compact, plan.once))
     kept = sum(levels[level].saved for level in plan.levels)
     return base + kept + levels["offload"].working > plan.budget
+
+
+def offloads_once(
+    backbone: nn.Module, layers: Sequence[nn.Module], size: tuple[int, int], count: int, host_held: int
+) -> bool:
+    """Whether `count` layers told to offload may run attention once: where it is faster, and the host has room.
+
+    Args:
+        backbone: holds the layers.
+        layers: the planned layers.
+        size: tokens in a batch and in a row (`size_of`).
+        count: how many offload.
+        host_held: bytes of host memory that the model's store has already.
+    """
+    costs = costs_of(backbone, layers, *size)
+    if costs is None or not costs[0].once:
+        return False
+    return count * costs[0].levels["offload"].host <= _host_budget(host_held)
+
+
+def size_of(shape: tuple[int, int]) -> tuple[int, int]:
+    """Tokens in a batch and in a row, rounded up to what is planned for."""
+    tokens = -(-shape[0] * shape[1] // _SIZE_STEP) * _SIZE_STEP
+    return tokens, min(-(-shape[1] // _SIZE_STEP) * _SIZE_STEP, tokens)
 
 
 def _host_budget(held: int) -> int:

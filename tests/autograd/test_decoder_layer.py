@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastft.autograd.attention_half import Heads
+from fastft.autograd import emptied_graph
+from fastft.autograd.attention_half import Attention, Heads
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, Level, apply_layer
+from fastft.autograd.decoder_layer import LayerCall, Level, Once, apply_layer
 from fastft.autograd.projection import Projection
 from fastft.kernels.backend import interpreting
+from fastft.memory.offload import HostStore
 from tests.autograd import pieces
 from tests.autograd.pieces import draw, draw_angles, draw_norm, draw_projection
 from tests.contract import Run, assert_contract
@@ -226,6 +228,58 @@ def test_levels_agree_to_the_bit(mixture: tuple[torch.dtype, torch.dtype, bool],
         assert [n for n in keep if not torch.equal(keep[n], other[n])] == []
 
 
+def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """PyTorch's, which saves Q, K, V, its output and a statistic of each row."""
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    "attention", [fused_attention, pieces.causal_attention], ids=["once", "twice, it saves scores"]
+)
+@pytest.mark.parametrize("once", ["ahead", "late"])
+@pytest.mark.parametrize("name", CONTRACTS)
+@pytest.mark.parametrize("mixture", pieces.PLAIN + pieces.MIXTURES, ids=pieces.name_of)
+def test_a_layer_in_host_memory_agrees_to_the_bit(
+    mixture: tuple[torch.dtype, torch.dtype, bool],
+    name: str,
+    once: Once,
+    attention: Attention,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With attention's output kept there as well, or, where attention saves too much, made again."""
+    monkeypatch.setattr(emptied_graph, "_SMALL", 64)
+    dtype, adapter_dtype, autocast = mixture
+    call, *case = draw_case(dtype, adapter_dtype, **CONTRACTS[name])
+    call = replace(call, attention=attention)
+    keep = run_fast(call, *case, autocast, "keep")
+    away = run_fast(replace(call, host=HostStore(), once=once), *case, autocast, "offload")
+    assert keep.keys() == away.keys()
+    assert [n for n in keep if not torch.equal(keep[n], away[n])] == []
+
+
+@pytest.mark.parametrize("once", ["ahead", "late"])
+def test_an_offloaded_layer_s_attention_runs_once(once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its output and statistics are in host memory with x, for as many backwards as there are."""
+    monkeypatch.setattr(emptied_graph, "_SMALL", 64)
+    call, x, angles, grad = draw_case(torch.float32, torch.float32)
+    call, seen = count_attention(call, fused_attention)
+    expected = run_fast(call, x, angles, grad, False, "keep")
+    store = HostStore()
+    call = replace(call, level="offload", host=store, once=once)
+    seen.clear()
+    y = apply_layer(x, *angles, call)
+    assert len(seen) == 1
+    assert store.in_flight == 3, "x, O, statistics"
+    assert saved_bytes(call, x, angles) == 0
+    seen.clear()
+    for retain in (True, False):
+        (grad_x,) = torch.autograd.grad(y, x, grad.float(), retain_graph=retain)
+        assert torch.equal(grad_x, expected["x"])
+    assert seen == []
+    assert store.in_flight == 0
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mixture", pieces.PLAIN + pieces.MIXTURES, ids=pieces.name_of)
 def test_two_runs_are_bit_equal(mixture: tuple[torch.dtype, torch.dtype, bool], level: Level) -> None:
@@ -245,13 +299,13 @@ def test_a_backward_writes_to_nothing_it_was_given(level: Level) -> None:
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
-def count_attention(call: LayerCall) -> tuple[LayerCall, list[bool]]:
+def count_attention(call: LayerCall, function: Attention = pieces.causal_attention) -> tuple[LayerCall, list[bool]]:
     """The call, and a list that gets an entry per attention forward."""
     seen: list[bool] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen.append(torch.is_grad_enabled())
-        return pieces.causal_attention(query, key, value)
+        return function(query, key, value)
 
     return replace(call, attention=attention), seen
 

@@ -794,6 +794,42 @@ _AUTOGRAD = [
         ],
     ),
     *_faults(
+        "autograd/emptied_graph.py",
+        "tests/autograd/test_emptied_graph.py::test_",
+        [
+            (
+                "nothing_large_is_held_before_and_after_a_backward[fused]",
+                "Q, K and V held from one backward to the next",
+                "            self._slots.given, self._slots.kept = (), ()",
+                "            pass",
+            ),
+            (
+                "nothing_large_is_held_before_and_after_a_backward[fused]",
+                "the graph begins at leaves",
+                "return tuple(tensor.detach() for tensor in tensors)",
+                "ctx.held = tensors\n        return tuple(tensor.detach() for tensor in tensors)",
+            ),
+            (
+                "gradients_are_attention_s_own_to_the_bit_however_often_it_is_refilled[a function of its own-dtype0]",
+                "Q, K and V given back in a layout of their own",
+                "return tensors[self.place].as_strided(self.shape, self.stride)",
+                "return tensors[self.place].view(self.shape)",
+            ),
+            (
+                "scores_are_not_held_until_attention_returns",
+                "whatever attention saves is held",
+                "if sum(other.nbytes for other in self._others) > self._most:",
+                "if False:",
+            ),
+            (
+                "there_is_no_graph_where_attention_saves_more_than_its_output[output copied]",
+                "the output kept twice",
+                "return kept if sum(tensor.nbytes for tensor in kept) <= self._most else None",
+                "return kept",
+            ),
+        ],
+    ),
+    *_faults(
         "autograd/decoder_layer.py",
         _LAYER,
         [
@@ -842,8 +878,8 @@ _AUTOGRAD = [
             (
                 "tests/autograd/test_decoder_layer.py::test_recompute_keeps_the_input_and_nothing_else",
                 "level lean keeps gate and up",
-                'keep_mlp=level == "keep")\n        ctx.call',
-                "keep_mlp=keeps_attention)\n        ctx.call",
+                'keep_mlp=level == "keep", attend',
+                "keep_mlp=keeps_attention, attend",
             ),
             (
                 "tests/autograd/test_decoder_layer.py::test_a_leaf_changed_between_forward_and_backward_raises[keep]",
@@ -1094,6 +1130,20 @@ _MEMORY = [
         _LEVELS,
         [
             (
+                "tests/memory/test_costs.py::test_attention_of_an_offloaded_layer_runs_once_where_that_pays"
+                "[shape7-32768-32768-ahead]",
+                "what the link carries counted by the products alone",
+                "3 * intermediate) + attention",
+                "3 * intermediate)",
+            ),
+            (
+                "tests/memory/test_costs.py::test_attention_of_an_offloaded_layer_runs_once_where_that_pays"
+                "[shape0-8192-2048-ahead]",
+                "the next layer's output on its way back not counted",
+                'ahead = stream + (output + statistics if once == "ahead" else 0)',
+                "ahead = stream",
+            ),
+            (
                 "tests/memory/test_costs.py::test_long_batches_hold_one_tile_of_the_mlp",
                 "the MLP's tensors counted for every token",
                 "rows = tile_rows(tokens, shape.intermediate, e, compact)",
@@ -1106,9 +1156,27 @@ _MEMORY = [
         _OFFLOAD,
         [
             (
+                "what_was_added_is_fetched_with_its_parcel_or_when_that_is_asked_for[False]",
+                "what nobody wants early fetched early",
+                "if previous._added_ahead:",
+                "if True:",
+            ),
+            (
+                "what_was_added_is_no_link_of_the_chain",
+                "the chain broken by what was added",
+                "self._store._send(tensors, None)",
+                "self._store._send(tensors, None)\n            self._store._latest = None",
+            ),
+            (
+                "what_is_added_together_counts_as_one_on_its_way_out",
+                "let go when the first of two copies is done",
+                "last = parcels[-1]",
+                "last = parcels[0]",
+            ),
+            (
                 "a_copy_out_waits_for_what_makes_the_tensor",
                 "copied out before it is made",
-                "lanes.out.wait_stream(user)",
+                "lanes.out.wait_stream(torch.cuda.current_stream(tensor.device))",
                 "pass",
             ),
             (

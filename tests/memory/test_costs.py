@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
 from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import LayerShape, StepCosts, step_costs, with_gradients, without_graphs
+from fastft.memory.costs import LayerShape, StepCosts, attention_once, step_costs, with_gradients, without_graphs
 from fastft.memory.planner import LEVELS, make_plan, predict_peak
 from fastft.patching import layer_costs, size_plans
 from fastft.patching.plan import inner_model
@@ -197,7 +198,8 @@ def test_weights_that_each_use_copies(
         model = support.load_4bit(model, tmp_path)
     model = fastft.patch(support.add_lora(model))
     shapes: list[LayerShape] = []
-    monkeypatch.setattr(layer_costs, "step_costs", lambda shape, **_: shapes.append(shape))
+    nothing = StepCosts({}, 0, 0)
+    monkeypatch.setattr(layer_costs, "step_costs", lambda shape, **_: shapes.append(shape) or nothing)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         layer_costs.costs_of(inner_model(model).model, list(decoder_layers(model)), 256, 128)
     assert [shape.copied for shape in shapes] == [copied] * 3
@@ -264,13 +266,53 @@ def test_long_batches_hold_one_tile_of_the_mlp(level: str, tokens: int) -> None:
     """However long the batch, a layer as wide as one likes needs no more than a tile of its width at once."""
     wide = replace(LLAMA_8B, copied=False)
     narrow = replace(wide, intermediate=128)
-    difference = costs(wide, tokens).levels[level].working - costs(narrow, tokens).levels[level].working
+    of = functools.partial(costs, twice=True)  # whether attention runs once depends on the width as well
+    difference = of(wide, tokens).levels[level].working - of(narrow, tokens).levels[level].working
     assert abs(difference) <= 1.2 * TILE_BYTES
-    forward = costs(wide, tokens).forward_working - costs(narrow, tokens).forward_working
+    forward = of(wide, tokens).forward_working - of(narrow, tokens).forward_working
     assert abs(forward) <= 1.2 * TILE_BYTES
     # what is left of the growth is as wide as the residual stream and attention
-    growth = costs(wide, 2 * tokens).levels[level].working - costs(wide, tokens).levels[level].working
+    growth = of(wide, 2 * tokens).levels[level].working - of(wide, tokens).levels[level].working
     assert growth <= 2 * tokens * (14 * 4096 + 6 * 1024) + TILE_BYTES // 4
+
+
+LLAMA_1B = replace(LLAMA_8B, hidden=2048, query=2048, key_value=512, intermediate=8192)
+QWEN3_06B = replace(LLAMA_8B, hidden=1024, query=2048, key_value=1024, heads=16, intermediate=3072)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "longest", "expected"),
+    [
+        (LLAMA_8B, 8192, 2048, "ahead"),
+        (LLAMA_1B, 16384, 2048, "ahead"),
+        (LLAMA_1B, 32768, 32768, "ahead"),
+        (LLAMA_8B, 65536, 65536, "late"),  # seconds of attention: its output need not be early
+        (LLAMA_1B, 4096, 2048, None),  # the host's time would be more than attention's
+        (LLAMA_8B, 8192, 256, None),  # short rows: the copy costs more than attention
+        (QWEN3_06B, 16384, 2048, None),  # a byte a token for few operations: the link would be waited for
+        (QWEN3_06B, 32768, 32768, "ahead"),
+    ],
+)
+def test_attention_of_an_offloaded_layer_runs_once_where_that_pays(
+    shape: LayerShape, tokens: int, longest: int, expected: str | None
+) -> None:
+    """Where it does, O and a float32 a row and head are in host memory too, and the next layer's arrive beside."""
+    found = attention_once(
+        tokens=tokens, longest=longest, hidden=shape.hidden, query=shape.query, key_value=shape.key_value,
+        heads=shape.heads, intermediate=shape.intermediate, compute_bytes=2, stream_bytes=2,
+    )  # fmt: skip
+    assert found == expected
+    once, twice = costs(shape, tokens, longest=longest), costs(shape, tokens, longest=longest, twice=True)
+    assert once.once == (expected is not None)
+    assert not twice.once
+    kept = (2 * shape.query + 4 * shape.heads) * tokens
+    more, less = once.levels["offload"], twice.levels["offload"]
+    assert more.host - less.host == (kept if expected else 0)
+    assert more.working - less.working == (kept if expected == "ahead" else 0)
+    assert more.seconds < less.seconds or not expected
+    assert {level: cost for level, cost in once.levels.items() if level != "offload"} == {
+        level: cost for level, cost in twice.levels.items() if level != "offload"
+    }
 
 
 def test_small_tiles_take_less_memory_and_more_time() -> None:
@@ -281,7 +323,7 @@ def test_small_tiles_take_less_memory_and_more_time() -> None:
         assert compact.levels[level].seconds > usual.levels[level].seconds
     assert usual.levels["recompute"].working - compact.levels["recompute"].working == saved_by_tiles
     assert compact.forward_working < usual.forward_working
-    assert costs(LLAMA_8B, 2048, compact=2048) == costs(LLAMA_8B, 2048)  # one tile in any case
+    assert costs(LLAMA_8B, 2048, compact=2048).levels == costs(LLAMA_8B, 2048).levels  # one tile in any case
 
 
 def test_grouped_queries_cost_attention_s_backward_keys_of_every_head() -> None:

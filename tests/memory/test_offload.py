@@ -122,6 +122,60 @@ def test_two_forwards_before_a_backward_are_one_chain() -> None:
     assert [parcel.arriving for parcel in first] == [False, True]
 
 
+# What is added to a parcel.
+
+
+def test_what_was_added_comes_back_each_as_it_was() -> None:
+    store = HostStore()
+    tensors, parcels = put_all(store, 2)
+    more = [[torch.randn(3, 5), torch.arange(7)], [torch.randn(3, 5).bfloat16()]]
+    for parcel, some in zip(parcels, more, strict=True):
+        parcel.add(*some)
+    assert store.in_flight == 5
+    for _ in range(2):
+        for parcel, tensor, some in zip(reversed(parcels), reversed(tensors), reversed(more), strict=True):
+            assert torch.equal(parcel.get(), tensor)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(parcel.added(), some, strict=True))
+    del parcels, parcel
+    assert store.in_flight == 0
+
+
+def test_a_parcel_without_additions_has_none() -> None:
+    assert HostStore().put(pages(1)).added() == []
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_was_added_is_fetched_with_its_parcel_or_when_that_is_asked_for(ahead: bool) -> None:
+    store = HostStore()
+    parcels = []
+    for _ in range(3):
+        parcels.append(store.put(pages(1)))
+        parcels[-1].add(pages(1), pages(1), ahead=ahead)
+    parcels[2].get()
+    assert [one.arriving for one in parcels[2]._added] == [True, True], "begun, beside what comes first"
+    assert [one.arriving for one in parcels[1]._added] == [ahead, ahead]
+    assert [one.arriving for one in parcels] == [False, True, False]
+    assert not any(one.arriving for one in parcels[0]._added)
+
+
+def test_what_was_added_is_no_link_of_the_chain() -> None:
+    """The parcel put next fetches the one put before it, whatever was added in between."""
+    store = HostStore()
+    first = store.put(pages(1))
+    first.add(pages(1))
+    store.put(pages(1)).get()
+    assert first.arriving
+
+
+def test_what_cannot_be_added_is_refused_before_anything_leaves() -> None:
+    store = HostStore()
+    parcel = store.put(pages(1))
+    with pytest.raises(ValueError, match="put needs a contiguous tensor"):
+        parcel.add(pages(1), torch.randn(4, 6).t())
+    assert store.in_flight == 1
+    assert parcel.added() == []
+
+
 # Buffers.
 
 
@@ -312,6 +366,16 @@ def test_a_third_copy_out_waits_until_the_first_is_off_the_device(fake: FakeLane
     assert fake.drain() == ["main waits for out3", "main waits for out4"]
     fake.store.settle()
     assert fake.drain() == []
+
+
+def test_what_is_added_together_counts_as_one_on_its_way_out(fake: FakeLanes) -> None:
+    parcel = fake.store.put(pages(1))
+    parcel.add(pages(1), pages(1))
+    assert not [order for order in fake.drain() if order.startswith("main waits")]
+    fake.store.put(pages(1))
+    assert fake.drain()[0] == "main waits for out1"
+    fake.store.settle()
+    assert fake.drain() == ["main waits for out3", "main waits for out4"], "the last of two copies is the end of both"
 
 
 def test_a_tensor_on_its_way_out_is_held_and_then_let_go(fake: FakeLanes) -> None:

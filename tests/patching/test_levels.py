@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import fastft
-from fastft.autograd import mlp_half
+from fastft.autograd import emptied_graph, mlp_half
 from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.captures import CUBLAS_WORKSPACE
-from fastft.memory.costs import with_gradients
-from fastft.memory.planner import make_plan
+from fastft.memory.costs import StepCosts, with_gradients
+from fastft.memory.planner import LevelCost, make_plan
 from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
@@ -931,6 +931,57 @@ def test_host_memory_is_shared_by_the_processes_of_a_host(batch: Batch, monkeypa
     held = levels.store_of(body).host_bytes
     assert held > 0
     assert size_plans._host_budget(held) == (free // 4 + held) * 3 // 4
+
+
+@pytest.fixture
+def once_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's output is worth its way to host memory even at the sizes of tests."""
+    for constant in ("_LINK_OPERATIONS", "_ONCE_OPERATIONS", "_HOST_COPY_OPERATIONS", "_HOST_LAUNCH_OPERATIONS"):
+        monkeypatch.setattr(memory_costs, constant, 0.0)
+    monkeypatch.setattr(emptied_graph, "_SMALL", 64)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_named_offload_runs_attention_once_where_the_host_has_room_for_its_output(
+    room: bool, once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else host memory is for what has to be there, and attention runs twice."""
+    stream, output = (
+        2 * 13 * 64 * 4,
+        2 * 13 * (64 + 4) * 4,
+    )  # x; O of as many columns, and a float32 for each of 4 heads
+    needed = (LAYERS - 1) * 10 * (stream + output)  # 256 tokens are planned for
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: needed if room else needed - needed // 4)
+    model, kept = build(["offload"] * (LAYERS - 1) + ["keep"]), build("keep")
+    assert attention_calls(model, batch) == [1 if room else 2] * (LAYERS - 1) + [1]
+    assert_equal_steps(step(kept, batch), step(model, batch))
+
+
+def test_a_plan_offloads_with_attention_s_output(once_pays: None, device: Device, batch: Batch) -> None:
+    model, kept = build(), build("keep")
+    device.limit = tight(model, batch, ["offload"] * (LAYERS - 1) + ["lean"])
+    assert attention_calls(model, batch) == [1] * LAYERS
+    assert plan_of(model).levels == ("offload",) * (LAYERS - 1) + ("lean",)
+    assert plan_of(model).once
+    assert_equal_steps(step(kept, batch), step(model, batch))
+
+
+@pytest.mark.parametrize(("host", "once"), [(60, True), (59, False)])
+def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, once: bool, device: Device) -> None:
+    """Three layers have to be away: with attention's output while all of that fits, else x alone."""
+    away = {True: LevelCost(0, 20, 20, 4.0), False: LevelCost(0, 10, 10, 6.0)}
+    others = {
+        "keep": LevelCost(900, 0, 0, 0.0),
+        "lean": LevelCost(600, 0, 0, 1.0),
+        "recompute": LevelCost(100, 10, 0, 5.0),
+    }
+    costs = [StepCosts(others | {"offload": cost}, 0, 0, once=kind) for kind, cost in away.items()]
+    found = size_plans._make(
+        size_plans.Memory(budget=150), CUDA, sites(build(layers=4), "decoder layer"), costs, 0, host
+    )
+    assert found.levels == ("offload",) * 3 + ("recompute",)
+    assert found.fits
+    assert found.once == once
 
 
 # --- the host store --------------------------------------------------------------------------------------------------

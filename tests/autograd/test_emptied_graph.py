@@ -1,0 +1,180 @@
+"""Attention's emptied graph: its own gradients, nothing held, and no graph where attention saves too much else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastft.autograd import emptied_graph
+from fastft.autograd.emptied_graph import EmptiedGraph
+from fastft.kernels.document_attention import DocumentAttention, Documents
+from tests.autograd import pieces
+
+BATCH, SEQUENCE, HEADS, KEY_HEADS, DIM = 2, 48, 4, 2, 16
+Heads = tuple[Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a random state: else tensors of these sizes would all stay with the graph."""
+    monkeypatch.setattr(emptied_graph, "_SMALL", 64)
+
+
+def draw(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Q, K and V side by side, as one product writes them `[tokens, Σ heads · dim]`."""
+    return torch.randn(BATCH * SEQUENCE, (HEADS + 2 * KEY_HEADS) * DIM).to(dtype)
+
+
+def cut(side_by_side: Tensor) -> Heads:
+    """Q, K and V `[batch, heads, sequence, dim]`, views."""
+    rows = side_by_side.view(BATCH, SEQUENCE, -1, DIM)
+    return tuple(part.transpose(1, 2) for part in rows.split([HEADS, KEY_HEADS, KEY_HEADS], dim=2))
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+class Flash(torch.autograd.Function):
+    """As packages of flash kernels do it: rows in their own order, O and statistics saved, values by the formula."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = pieces.causal_attention(query, key, value)
+        statistics = torch.full(query.shape[:3], 7.0)
+        ctx.save_for_backward(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        *heads, output, statistics = ctx.saved_tensors
+        leaves = [t.transpose(1, 2).detach().requires_grad_() for t in heads]
+        with torch.enable_grad():
+            again = pieces.causal_attention(*leaves)
+        assert torch.equal(again, output)
+        assert (statistics == 7).all()
+        return torch.autograd.grad(again, leaves, grad)
+
+
+def dropping(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One whose output is not what it saved: a copy."""
+    return fused(query, key, value) * 2
+
+
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {"fused": fused, "a function of its own": Flash.apply}
+
+
+def whole(attention: Callable[..., Tensor], heads: Heads, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients by the whole graph."""
+    leaves = [t.detach().requires_grad_() for t in heads]
+    output = attention(*leaves)
+    return torch.autograd.grad(output, leaves, grad.view(output.shape).to(output.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_gradients_are_attention_s_own_to_the_bit_however_often_it_is_refilled(name: str, dtype: torch.dtype) -> None:
+    attention, side_by_side = ATTENTIONS[name], draw(dtype)
+    output, graph = EmptiedGraph.record(attention, *cut(side_by_side))
+    assert graph is not None
+    assert not output.requires_grad
+    assert torch.equal(output.view(BATCH, SEQUENCE, HEADS, DIM), attention(*cut(side_by_side)))
+    kept = [t.clone() for t in graph.take()]
+    again, grad = side_by_side.clone(), torch.randn_like(output)
+    side_by_side.fill_(float("nan"))  # what a buffer's next owner writes
+    output.fill_(float("nan"))
+    expected = whole(attention, cut(again), grad)
+    for retain in (True, True, False):
+        graph.refill(*cut(again), kept)
+        for ours, theirs in zip(graph.backward(grad, retain), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_nothing_large_is_held_before_and_after_a_backward(name: str) -> None:
+    side_by_side = draw()
+    again = side_by_side.clone()
+    output, graph = EmptiedGraph.record(ATTENTIONS[name], *cut(side_by_side))
+    assert graph is not None
+    first, *statistics = graph.take()
+    assert first.data_ptr() == output.data_ptr()
+    assert sum(t.nbytes for t in statistics) == 4 * BATCH * HEADS * SEQUENCE
+    held = [StorageWeakRef(t.untyped_storage()) for t in (side_by_side, first, *statistics)]
+    kept = [t.clone() for t in (first, *statistics)]
+    del side_by_side, first, statistics
+    grad = torch.randn_like(output)
+    del output
+    assert all(storage.expired() for storage in held)
+    held = [StorageWeakRef(t.untyped_storage()) for t in (again, *kept)]
+    graph.refill(*cut(again), kept)
+    graph.backward(grad, True)
+    del again, kept
+    assert all(storage.expired() for storage in held)
+
+
+def test_a_graph_whose_backward_never_runs_goes_with_its_owner() -> None:
+    """A cycle through autograd's C++ nodes would stay for good."""
+    states = [torch.zeros(4)]
+    alive = StorageWeakRef(states[0].untyped_storage())
+
+    class WithState(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
+            ctx.save_for_backward(state)
+            return pieces.causal_attention(query, key, value)
+
+    output, graph = EmptiedGraph.record(lambda q, k, v: WithState.apply(q, k, v, states.pop()), *cut(draw()))
+    assert graph is not None
+    assert not alive.expired(), "a small tensor stays with the graph"
+    del graph, output
+    assert alive.expired()
+
+
+@pytest.mark.parametrize("attention", [pieces.causal_attention, dropping], ids=["scores saved", "output copied"])
+def test_there_is_no_graph_where_attention_saves_more_than_its_output(attention: Callable[..., Tensor]) -> None:
+    side_by_side = draw()
+    output, graph = EmptiedGraph.record(attention, *cut(side_by_side))
+    assert graph is None
+    assert torch.equal(output.view(BATCH, SEQUENCE, HEADS, DIM), attention(*cut(side_by_side)))
+
+
+def test_scores_are_not_held_until_attention_returns() -> None:
+    """No more than one softmax's worth, as without a graph."""
+    seen: list[StorageWeakRef] = []
+
+    def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+        output = value
+        for _ in range(3):
+            weights = (query @ key.transpose(2, 3)).softmax(-1)
+            seen.append(StorageWeakRef(weights.untyped_storage()))
+            output = weights @ output
+            del weights
+            assert seen[-1].expired()
+        return output.transpose(1, 2).contiguous()
+
+    assert EmptiedGraph.record(eager, *cut(draw()))[1] is None
+
+
+def test_documents_in_buckets_run_again() -> None:
+    """Their rows are gathered: copies of Q, K and V."""
+    attention = DocumentAttention(Documents(BATCH, SEQUENCE, (30, 18, 48), torch.device("cpu")), None, None, 0.0)
+    assert EmptiedGraph.record(attention, *cut(draw()))[1] is None
+
+
+def test_a_mask_of_the_caller_s_does_not_leave_the_device() -> None:
+    mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, bias, enable_gqa=True).transpose(1, 2).contiguous()
+
+    _, graph = EmptiedGraph.record(masked, *cut(draw()))
+    assert graph is None or all(t.data_ptr() != bias.data_ptr() for t in graph.take())
