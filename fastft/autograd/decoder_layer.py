@@ -9,8 +9,9 @@ keep        saves x, 1/rms, Q, K, V, O, h, G, U and the small X Aᵀ; the backwa
 lean        the same less G and U, the two widest: the backward makes them again, tile by tile.
 recompute   saves x alone; the backward runs the attention half again, then goes on as *lean* does. The down projection
             is not run again: nobody needs its output. The dense weights of the recomputation serve the backward.
-offload     as recompute, with x in host memory (`LayerCall.host`); with `LayerCall.once` O and attention's statistics
-            are there too, and attention itself is not run again (emptied_graph.py).
+offload     as recompute, with x in host memory (`LayerCall.host`). As far as the link carries more (`LayerCall.away`),
+            *attention*'s output and statistics are there too, and attention itself is not run again
+            (emptied_graph.py); or all of the attention *half* that *lean* keeps, and nothing of it is.
 
 The residual gradient travels inside the norm's backward kernel (dh = d RMSNorm + dy in one store), and the residual
 add of attention's output inside the second norm's forward kernel. Rounding follows transformers: each projection's
@@ -37,10 +38,11 @@ from fastft.autograd.emptied_graph import EmptiedGraph
 from fastft.autograd.first_order import first_order
 from fastft.autograd.products import Products, products, to_leaf_dtypes
 from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
+from fastft.autograd.stretches import Views, stretches
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
 
 Level = Literal["keep", "lean", "recompute", "offload"]
-Once = Literal["ahead", "late"]  # attention's output comes back with x ahead of time, or when the layer is reached
+Away = Literal["input", "attention", "half"]  # in host memory: x; and O, statistics; and all that *lean* keeps
 Attend = Callable[[SavedIn], Attended]
 NORMS = 4  # input, post-attention, query, key
 
@@ -62,7 +64,8 @@ class LayerCall:
     level: Level = "keep"
     compact: int = 0  # rows of the MLP's small tiles; 0 for the usual ones
     host: HostStore | None = None  # for level offload; without one it is recompute
-    once: Once | None = None  # level offload runs attention once, if it can; None: twice
+    away: Away = "input"  # what level offload leaves there
+    late: bool = False  # what is there beside x comes back when its layer is reached, not ahead of time
     attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
     observer: Callable[[], None] | None = None  # called when a backward ends
 
@@ -235,6 +238,7 @@ def forward(
     keep_mlp: bool,
     out: Tensor | None = None,
     attend: Attend | None = None,
+    stow: Callable[[AttentionSaved], None] | None = None,
 ) -> tuple[Tensor, AttentionSaved | None, mlp_half.Saved | None, Attended | None]:
     """The layer's output; with `with_graph` also what levels *keep* and *lean* save, and attention's graph.
 
@@ -247,6 +251,7 @@ def forward(
         keep_mlp: whether gate and up are wanted.
         out: receives the output.
         attend: runs attention where it is not just run.
+        stow: receives what levels *keep* and *lean* save of the attention half, which is not returned then.
     """
     dtype = call.autocast.compute_dtype(x.dtype)
     attended: Attended | None
@@ -255,10 +260,13 @@ def forward(
     h, normed_h, gate_up = saved.h, made.normed_h, made.gate_up
     del made
     kept: AttentionSaved | None = None
-    if with_graph:  # views of rooms: as they are, they would keep the rooms alive
+    if with_graph or stow is not None:  # views of rooms: as they are, they would keep the rooms alive
         low_rank = saved.into.low_rank
         kept = saved._replace(into=saved.into._replace(low_rank=None if low_rank is None else low_rank.contiguous()))
     del saved
+    if stow is not None and kept is not None:
+        stow(kept)
+        kept = None
     if kept is None:
         attended = None  # Q, K, V and O are let go before the widest tensors come
     y, mlp = mlp_out(h, normed_h, gate_up, call, dtype, keep_mlp, out)
@@ -387,30 +395,57 @@ class HostStore(Protocol):
         """
 
 
-class _HostLayer:
-    """What an offloaded layer has in host memory: x, and what keeps attention from running twice, if that is wanted."""
+class FromHost(NamedTuple):
+    """An offloaded layer's x, and what spares its backward work."""
 
-    __slots__ = ("_call", "_graph", "_parcel")
+    x: Tensor
+    saved: AttentionSaved | None = None  # None: the attention half runs again
+    attended: Attended | None = None
+    attend: Attend | None = None  # what attention would give; None: attention runs again
+
+
+class _HostLayer:
+    """What an offloaded layer has in host memory."""
+
+    __slots__ = ("_call", "_graph", "_parcel", "_statistics", "_views")
 
     def __init__(self, call: LayerCall, x: Tensor) -> None:
         assert call.host is not None
         self._parcel, self._call = call.host.put(x), call
         self._graph: EmptiedGraph | None = None
+        self._statistics: list[Tensor] = []  # on their way to `stow`
+        self._views: Views | None = None
 
     def attend(self, into: SavedIn) -> Attended:
-        """The forward's attention; its output leaves for host memory at once, beside the rest of the layer."""
+        """The forward's attention; its output leaves at once, beside the rest of the layer, unless `stow` takes it."""
         attended, self._graph = attention_half.attend_once(into, self._call.attention, self._call.autocast)
         if self._graph is not None:
-            assert self._call.once is not None
-            self._parcel.add(*self._graph.take(), ahead=self._call.once == "ahead")
+            output, *statistics = self._graph.take()
+            if self._call.away == "half":
+                self._statistics = statistics
+            else:
+                self._parcel.add(output, *statistics, ahead=not self._call.late)
         return attended
 
-    def get(self, retain: bool) -> tuple[Tensor, Attend | None]:
-        """x, and for the backward what attention would give (None: run it); `retain`: there may be another backward."""
+    def stow(self, saved: AttentionSaved) -> None:
+        """The attention half leaves, beside the MLP."""
+        whole, self._views = stretches([*saved.flatten(), *self._statistics])
+        self._statistics = []
+        self._parcel.add(*whole, ahead=not self._call.late)
+
+    def get(self, retain: bool) -> FromHost:
+        """All of it; `retain`: there may be another backward."""
         x, graph = self._parcel.get(), self._graph
+        if self._views is not None:
+            tensors = self._views.over(self._parcel.added())
+            saved = AttentionSaved.restore(tensors[:N_ATTENTION])
+            if graph is None:
+                return FromHost(x, saved)
+            kept = [saved.attended, *tensors[N_ATTENTION:]]
+            return FromHost(x, saved, attention_half.refilled(saved.into, graph, kept, retain))  # type: ignore[arg-type]
         if graph is None:
-            return x, None
-        return x, lambda into: attention_half.refilled(into, graph, self._parcel.added(), retain)
+            return FromHost(x)
+        return FromHost(x, attend=lambda into: attention_half.refilled(into, graph, self._parcel.added(), retain))
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -422,8 +457,11 @@ class _DecoderLayer(torch.autograd.Function):
         level = call.level
         keeps_attention = level in ("keep", "lean")
         away = _HostLayer(call, x) if level == "offload" and call.host is not None else None  # beside the forward
-        attend = away.attend if away is not None and call.once is not None else None
-        y, saved, mlp, attended = forward(x, cos, sin, call, keeps_attention, keep_mlp=level == "keep", attend=attend)
+        attend = away.attend if away is not None and call.away != "input" else None
+        stow = away.stow if away is not None and call.away == "half" else None
+        y, saved, mlp, attended = forward(
+            x, cos, sin, call, keeps_attention, keep_mlp=level == "keep", attend=attend, stow=stow
+        )
         ctx.call, ctx.attended, ctx.away = call, attended, away
         kept_x = x if away is None else None
         kept = [] if saved is None else [*saved.flatten(), *(mlp or ())]
@@ -439,15 +477,15 @@ class _DecoderLayer(torch.autograd.Function):
         n_saved = N_SAVED[call.level]
         leaves, kept = rest[: len(rest) - n_saved], rest[len(rest) - n_saved :]
         del rest
-        attend: Attend | None = None
-        if ctx.away is not None:
-            retain = torch._C._autograd._get_current_graph_task_keep_graph()
-            x, attend = ctx.away.get(retain)
-            if not retain:
-                ctx.away = None  # the host memory is the next step's, though somebody holds on to the loss
         saved = AttentionSaved.restore(kept[:N_ATTENTION]) if kept else None
         mlp = mlp_half.Saved(*kept[N_ATTENTION:]) if call.level == "keep" else None  # type: ignore[arg-type]
         del kept
+        attend: Attend | None = None
+        if ctx.away is not None:
+            retain = torch._C._autograd._get_current_graph_task_keep_graph()
+            x, saved, attended, attend = ctx.away.get(retain)
+            if not retain:
+                ctx.away = None  # the host memory is the next step's, though somebody holds on to the loss
         needs_x, needs_leaves = ctx.needs_input_grad[1], list(ctx.needs_input_grad[4:])
         with suspended(x.device.type):
             call = call.with_leaves(leaves)

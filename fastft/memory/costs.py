@@ -7,7 +7,7 @@ intermediate size:
     saved     keep      x s·h, Q K V e(q + 2kv), O e·q, attention's statistics 4 per head, h s·h, two 1/rms, G U 2e·i,
                         and X Aᵀ of each product with adapters, e·rank
               lean      the same without G and U and the MLP's X Aᵀ
-              recompute x;   offload: nothing (x is in host memory; O and the statistics too, if attention runs once)
+              recompute x;   offload: nothing (x is in host memory, and more if that pays: `goes_away`)
     working   the larger of two moments of a layer's backward: the MLP's tile with everything the attention half still
               holds for its own backward, and attention's backward with its workspace
 
@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastft.autograd.decoder_layer import Once
+from fastft.autograd.decoder_layer import Away
 from fastft.autograd.mlp_half import tile_rows
 from fastft.memory.planner import LevelCost
 
-__all__ = ["LayerShape", "StepCosts", "attention_once", "step_costs", "with_gradients", "without_graphs"]
+__all__ = ["AWAY", "LayerShape", "StepCosts", "goes_away", "late", "step_costs", "with_gradients", "without_graphs"]
 
+AWAY: tuple[Away, ...] = ("input", "attention", "half")  # from the least to the most
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
 _HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
@@ -87,10 +88,10 @@ class StepCosts:
     loss_working: int
     forward_operations: float = 0.0  # of a layer's products
     compact: int = 0  # as they were asked for
-    once: bool = False  # an offloaded layer's attention runs once
+    away: Away = "input"  # what of an offloaded layer is in host memory
 
 
-def attention_once(
+def goes_away(
     *,
     tokens: int,
     longest: int,
@@ -101,11 +102,10 @@ def attention_once(
     intermediate: int,
     compute_bytes: int,
     stream_bytes: int,
-) -> Once | None:
-    """Whether an offloaded layer's attention output goes to host memory beside x, instead of being made again.
+) -> Away:
+    """How much of an offloaded layer goes to host memory beside x, instead of being made again.
 
-    It does where the copies stay hidden behind the layer's forward and the time saved is more than they cost; and it
-    comes back ahead of time, unless the rows are so long that one tensor more on the device matters more than waiting.
+    The most that stays hidden behind the layer's own forward, and saves more time than it costs.
 
     Args:
         tokens: in a batch.
@@ -118,14 +118,24 @@ def attention_once(
         compute_bytes: element size of the products' dtype.
         stream_bytes: element size of the residual stream.
     """
-    kept = compute_bytes * query + _STATISTIC * heads  # a token
+    stream = stream_bytes * hidden  # a token, as all that follows
+    output = compute_bytes * query + _STATISTIC * heads
+    half = compute_bytes * (query + 2 * key_value) + stream  # Q, K, V, h
     attention = 2.0 * longest * query
-    forward = 2.0 * hidden * (2 * query + 2 * key_value + 3 * intermediate) + attention
-    if forward < _LINK_OPERATIONS * (stream_bytes * hidden + kept):
-        return None
-    if tokens * (attention - _HOST_COPY_OPERATIONS * kept) < _ONCE_OPERATIONS:
-        return None
-    return "ahead" if longest < _LATE_FROM else "late"
+    products = 4.0 * hidden * (query + key_value)  # of the attention half
+    forward = products + 6.0 * hidden * intermediate + attention
+    if forward < _LINK_OPERATIONS * (stream + output):
+        return "input"
+    if tokens * (attention - _HOST_COPY_OPERATIONS * output) < _ONCE_OPERATIONS:
+        return "input"
+    if late(longest) or forward < _LINK_OPERATIONS * (stream + output + half):
+        return "attention"
+    return "attention" if tokens * (products - _HOST_COPY_OPERATIONS * half) < _ONCE_OPERATIONS else "half"
+
+
+def late(longest: int) -> bool:
+    """Whether rows are so long that one tensor less on the device matters more than waiting for it."""
+    return longest >= _LATE_FROM
 
 
 def step_costs(
@@ -137,7 +147,7 @@ def step_costs(
     loss_chunk: int,
     head_trains: bool = False,
     compact: int = 0,
-    twice: bool = False,
+    away: Away | None = None,
 ) -> StepCosts:
     """Costs of one layer at every level, and the working memory around the layers.
 
@@ -149,7 +159,7 @@ def step_costs(
         loss_chunk: bytes of the logits that exist at once.
         head_trains: whether the head's weight gets a gradient (float32 while it is summed).
         compact: with the MLP in tiles of so many rows at most; 0 for the usual ones.
-        twice: an offloaded layer's attention runs twice, even where once would be faster: less host memory.
+        away: the most of an offloaded layer that goes to host memory; None: as much as pays.
     """
     e, s = shape.compute_bytes, shape.stream_bytes
     hidden, query, both = shape.hidden, shape.query, 2 * shape.key_value
@@ -194,40 +204,45 @@ def step_costs(
     more_tiles = -(-tokens // rows) - -(-tokens // tile_rows(tokens, shape.intermediate, e))
     tiling = _TILE_OPERATIONS * more_tiles
     forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
-    once: Once | None = None
-    if not twice:
-        once = attention_once(
-            tokens=tokens,
-            longest=longest,
-            hidden=hidden,
-            query=query,
-            key_value=shape.key_value,
-            heads=shape.heads,
-            intermediate=shape.intermediate,
-            compute_bytes=e,
-            stream_bytes=s,
-        )
-    host = stream + (0 if once is None else output + statistics)
-    ahead = stream + (output + statistics if once == "ahead" else 0)  # of the layer before
-    offload_operations = recompute_operations + tiling + _HOST_COPY_OPERATIONS * host
-    if forward_operations < _BUSY_OPERATIONS:
-        offload_operations += _HOST_LAUNCH_OPERATIONS
-    if once is not None:
-        offload_operations += _ONCE_OPERATIONS - 2 * tokens * longest * query
-    levels = {
-        "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, tiling),
-        "lean": LevelCost(stream + attention + stream, kept_working, 0, lean_operations + tiling),
-        "recompute": LevelCost(stream, recompute_working, 0, recompute_operations + tiling),
-        "offload": LevelCost(0, recompute_working + stream + ahead, host, offload_operations),
-    }
+    most = goes_away(
+        tokens=tokens,
+        longest=longest,
+        hidden=hidden,
+        query=query,
+        key_value=shape.key_value,
+        heads=shape.heads,
+        intermediate=shape.intermediate,
+        compute_bytes=e,
+        stream_bytes=s,
+    )
+    if away is None or AWAY.index(away) > AWAY.index(most):
+        away = most
+    further = {"input": 0, "attention": output + statistics, "half": attention + stream}[away]  # beside x
     forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank) + dropped
     forward_working = max(
         attention + 2 * narrow + stream + gate_up_weight + forward_tile,
         stream + 2 * narrow + forward_tile + down_weight,
     )
+    # Beside what a backward needs anyway: x, what is there of this layer, and of the layer before, on its way back.
+    own = kept_working + attention + stream if away == "half" else recompute_working
+    offload_working = own + stream + stream + (0 if late(longest) else further)
+    offload_working = max(offload_working, forward_working + stream + further)  # a forward: what is on its way out
+    offload_operations = recompute_operations + tiling + _HOST_COPY_OPERATIONS * (stream + further)
+    if forward_operations < _BUSY_OPERATIONS:
+        offload_operations += _HOST_LAUNCH_OPERATIONS
+    if away != "input":
+        offload_operations += _ONCE_OPERATIONS - 2 * tokens * longest * query
+    if away == "half":
+        offload_operations += _ONCE_OPERATIONS - 2 * tokens * hidden * (2 * query + both)
+    levels = {
+        "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, tiling),
+        "lean": LevelCost(stream + attention + stream, kept_working, 0, lean_operations + tiling),
+        "recompute": LevelCost(stream, recompute_working, 0, recompute_operations + tiling),
+        "offload": LevelCost(0, offload_working, stream + further, offload_operations),
+    }
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
-    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, once is not None)
+    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, away)
 
 
 def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:

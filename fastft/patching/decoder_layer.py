@@ -23,10 +23,10 @@ from torch.nn.modules import module as torch_module
 
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, Once, apply_layer
+from fastft.autograd.decoder_layer import Away, LayerCall, apply_layer
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import attention_once
+from fastft.memory.costs import AWAY, goes_away, late
 from fastft.patching import levels, registry
 from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
 from fastft.patching.documents import DocumentMask
@@ -116,11 +116,11 @@ class LayerReader:
         training: bool,
         host: Any = None,
         fold: bool = False,
-        once: bool = False,
+        away: str = "input",
     ) -> LayerCall | str:
         """The layer's call for input `x`, or why it must run stock.
 
-        `host` and `once` (attention may run once) serve level offload, `fold` projections.
+        `host` and `away` (the most that goes there) serve level offload, `fold` projections.
         """
         reason = self.structural_reason()
         if reason is not None:
@@ -145,7 +145,7 @@ class LayerReader:
         if cached:
             attend = over_cache(attend, kwargs, attention.layer_idx, arguments)
         _draw(projections, x.device)
-        return LayerCall(
+        call = LayerCall(
             input_norm=self._norm(self._children["input_layernorm"]),
             post_norm=self._norm(self._children["post_attention_layernorm"]),
             head_norms=head_norms,
@@ -158,11 +158,11 @@ class LayerReader:
             autocast=state,
             level=level,  # type: ignore[arg-type]
             host=host,
-            once=_once(x, projections, width, mask, state)
-            if once and level == "offload" and host is not None
-            else None,
             attention_key=None if cached else attention_key(attention, mask, arguments),
         )
+        if level == "offload" and host is not None and away != "input":
+            _send_away(call, x, mask, away)
+        return call
 
     def projections(self, dtype: torch.dtype, autocast: bool, fold: bool = False) -> list[Any] | str:
         """The seven projections, or the first reason why one must run stock; `fold` as in `Projection`.
@@ -191,20 +191,21 @@ def _draw(projections: Sequence[Projection], device: torch.device) -> None:
             projection.dropout = Dropout(projection.dropout.p, seed, stream)  # type: ignore[union-attr]
 
 
-def _once(x: Tensor, projections: Sequence[Projection], width: int, mask: Any, state: AutocastState) -> Once | None:
-    """Whether an offloaded layer leaves attention's output in host memory too (memory/costs.py)."""
-    query, key, _, output, gate, *_ = projections
-    return attention_once(
+def _send_away(call: LayerCall, x: Tensor, mask: Any, most: str) -> None:
+    """Decide how much of an offloaded layer goes to host memory, `most` at the most (memory/costs.py)."""
+    longest = mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1]
+    pays: Away = goes_away(
         tokens=x.shape[0] * x.shape[1],
-        longest=mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1],
-        hidden=output.out_features,
-        query=query.out_features,
-        key_value=key.out_features,
-        heads=query.out_features // width,
-        intermediate=gate.out_features,
-        compute_bytes=state.compute_dtype(x.dtype).itemsize,
+        longest=longest,
+        hidden=x.shape[2],
+        query=call.heads.query * call.heads.dim,
+        key_value=call.heads.key_value * call.heads.dim,
+        heads=call.heads.query,
+        intermediate=call.gate_up[0].out_features,
+        compute_bytes=call.autocast.compute_dtype(x.dtype).itemsize,
         stream_bytes=x.element_size(),
     )
+    call.away, call.late = min(pays, most, key=AWAY.index), late(longest)  # type: ignore[assignment,arg-type]
 
 
 def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:
@@ -260,7 +261,7 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         if level != "offload" and host is not None:
             host.settle()
         call = reader_of(self, FAMILIES[site.model_type]).read(
-            hidden_states, kwargs, level, self.training, host, site.fold_adapters, site.once
+            hidden_states, kwargs, level, self.training, host, site.fold_adapters, site.away
         )
     else:
         call = reason

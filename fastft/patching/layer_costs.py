@@ -13,7 +13,7 @@ from fastft.autograd import mlp_half
 from fastft.autograd.head_products import chunk_bytes
 from fastft.kernels.join import round_rank
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import LayerShape, StepCosts, step_costs
+from fastft.memory.costs import AWAY, LayerShape, StepCosts, step_costs
 from fastft.patching import registry
 from fastft.patching.families import FAMILIES
 
@@ -23,8 +23,7 @@ __all__ = ["autocast_dtype", "costs_of", "model_of"]
 def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, longest: int) -> list[StepCosts] | None:
     """Costs of the backbone's layers as they are now, first with usual tiles, then with every other way to save memory.
 
-    None where none can be read. The others: the MLP in small tiles; attention twice where offloaded layers would run it
-    once; both.
+    None where none can be read. The others: the MLP in small tiles; less of an offloaded layer in host memory; both.
     """
     from fastft.patching import decoder_layer  # which reads levels from levels.py, which reads costs from here
 
@@ -53,7 +52,8 @@ def costs_of(backbone: nn.Module, layers: Sequence[nn.Module], tokens: int, long
         head_trains=_head_trains(backbone),
     )
     found = [costs(compact=rows) for rows in (0, *mlp_half.COMPACT_ROWS)]
-    return found + [costs(compact=one.compact, twice=True) for one in found if one.once]
+    less = AWAY[: AWAY.index(found[0].away)]
+    return found + [costs(compact=one.compact, away=away) for away in less for one in found]
 
 
 def _shape(layer: Any, projections: Sequence[Any], dtype: torch.dtype) -> LayerShape:

@@ -26,7 +26,7 @@ CHOICES = (AUTO, *LEVELS)
 _ROOM_NEEDED = "a batch of another shape needed the room of those there were"
 _stores: weakref.WeakKeyDictionary[nn.Module, HostStore] = weakref.WeakKeyDictionary()
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-_once: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
+_away: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], str]] = weakref.WeakKeyDictionary()
 _token_graphs: weakref.WeakKeyDictionary[nn.Module, TokenGraphs] = weakref.WeakKeyDictionary()
 
 
@@ -118,16 +118,16 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
-        compact, eager, once = (0, False, False) if plan is None else (plan.compact, plan.eager, plan.once)
+        compact, eager, away = (0, False, "input") if plan is None else (plan.compact, plan.eager, plan.away)
     else:
         compact, eager = 0, False
         levels = [s.level for s in sites]  # type: ignore[union-attr]
-        once = "offload" in levels and _offloads_once(backbone, layers, levels, shape)  # type: ignore[arg-type]
+        away = _away_of(backbone, layers, levels, shape) if "offload" in levels else "input"  # type: ignore[arg-type]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.
         last = index == len(sites) - 1 and level == "offload"
         layer_site.assigned = "recompute" if last else level  # type: ignore[union-attr]
-        layer_site.compact, layer_site.once = compact, once  # type: ignore[union-attr]
+        layer_site.compact, layer_site.away = compact, away  # type: ignore[union-attr]
     from fastft.patching import decoder_layer
 
     before = None
@@ -147,12 +147,12 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         graphs_of(backbone).release("what they keep is not let go, and the budget has no room for it beside offload")
 
 
-def _offloads_once(backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]) -> bool:
-    """`size_plans.offloads_once` for levels that somebody named; asked once for a size."""
-    known, size = _once.setdefault(backbone, {}), size_plans.size_of(shape)
+def _away_of(backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]) -> str:
+    """`size_plans.away_of` for levels that somebody named; asked once for a size."""
+    known, size = _away.setdefault(backbone, {}), size_plans.size_of(shape)
     if size not in known:
         host_held = _stores[backbone].host_bytes if backbone in _stores else 0
-        known[size] = size_plans.offloads_once(backbone, layers, size, levels.count("offload"), host_held)
+        known[size] = size_plans.away_of(backbone, layers, size, levels.count("offload"), host_held)
     return known[size]
 
 

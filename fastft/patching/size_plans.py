@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastft.autograd.decoder_layer import Away
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.captures import CUBLAS_WORKSPACE, pays
-from fastft.memory.costs import StepCosts, with_gradients, without_graphs
+from fastft.memory.costs import AWAY, StepCosts, with_gradients, without_graphs
 from fastft.memory.graphs import SHARED_STREAMS
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry
@@ -30,9 +31,9 @@ __all__ = [
     "NO_PLAN_FITS",
     "Memory",
     "SizePlan",
+    "away_of",
     "device_of",
     "learn",
-    "offloads_once",
     "plan_for",
     "size_of",
     "summary",
@@ -44,6 +45,7 @@ NO_PLAN_FITS = (
 )
 _SIZE_STEP = 256  # tokens: sizes are planned for the next multiple
 _MOST_REPLANS = 3  # for one size
+_MOST_HALVES = 2  # processes of a host that each keep their link busy all the time: 55 GB/s each way on an H200
 _LEFT_OVER = 20  # an ended step has left at most this part of what it used
 _OFF_BY = 0.1  # of the predicted peak: a step that was cheaper by more is planned again
 _OPTIMIZER_BYTES = 8  # a trainable parameter: AdamW's two float32 moments, before its first step
@@ -134,8 +136,8 @@ def plan_for(
     if known is not None and not _outgrown(known, allocated + (known.graph_buffers if graphs_kept is None else 0)):
         plan, memory.outgrown = known.plan, None
     else:
-        costs = costs_of(backbone, layers, tokens, size[1])
-        if costs is None:
+        costs = _carried(costs_of(backbone, layers, tokens, size[1]))
+        if not costs:
             return None
         fresh = functools.partial(_fresh, backbone, memory, device, layers, sites, tokens, costs, host_held)
         plan, start, gradients, buffers = fresh(allocated, graphs, graphs_kept)
@@ -224,7 +226,7 @@ def _make(
 ) -> Plan:
     """The best plan over the costs of all ways to run a layer."""
     plans = [
-        replace(_make_one(memory, device, sites, one, base, host_budget), compact=one.compact, once=one.once)
+        replace(_make_one(memory, device, sites, one, base, host_budget), compact=one.compact, away=one.away)
         for one in costs
     ]
     return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))
@@ -257,15 +259,15 @@ def _needs_eager(plan: Plan, costs: Sequence[StepCosts], base: int) -> bool:
     """Whether an offloaded layer's backward would pass the budget beside what graphs keep: that is never let go."""
     if "offload" not in plan.levels:
         return False
-    levels = next(one.levels for one in costs if (one.compact, one.once) == (plan.compact, plan.once))
+    levels = next(one.levels for one in costs if (one.compact, one.away) == (plan.compact, plan.away))
     kept = sum(levels[level].saved for level in plan.levels)
     return base + kept + levels["offload"].working > plan.budget
 
 
-def offloads_once(
+def away_of(
     backbone: nn.Module, layers: Sequence[nn.Module], size: tuple[int, int], count: int, host_held: int
-) -> bool:
-    """Whether `count` layers told to offload may run attention once: where it is faster, and the host has room.
+) -> Away:
+    """How much `count` layers that were told to offload leave in host memory: what pays, and what it has room for.
 
     Args:
         backbone: holds the layers.
@@ -274,10 +276,10 @@ def offloads_once(
         count: how many offload.
         host_held: bytes of host memory that the model's store has already.
     """
-    costs = costs_of(backbone, layers, *size)
-    if costs is None or not costs[0].once:
-        return False
-    return count * costs[0].levels["offload"].host <= _host_budget(host_held)
+    room = _host_budget(host_held)
+    found = _carried(costs_of(backbone, layers, *size))
+    fitting = [one.away for one in found if count * one.levels["offload"].host <= room]
+    return max(fitting, key=AWAY.index, default="input")
 
 
 def size_of(shape: tuple[int, int]) -> tuple[int, int]:
@@ -288,8 +290,17 @@ def size_of(shape: tuple[int, int]) -> tuple[int, int]:
 
 def _host_budget(held: int) -> int:
     """Three quarters of the host's memory that is free or in the model's store, shared among the host's processes."""
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # torchrun's
-    return (device_memory(torch.device("cpu")).limit // processes + held) * 3 // 4
+    return (device_memory(torch.device("cpu")).limit // _processes() + held) * 3 // 4
+
+
+def _processes() -> int:
+    """How many train on this host, by torchrun's count."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def _carried(costs: Sequence[StepCosts] | None) -> list[StepCosts]:
+    """Those that ask no more of the host's memory than it moves: one link's worth each way for two processes."""
+    return [one for one in costs or [] if one.away != "half" or _processes() <= _MOST_HALVES]
 
 
 def _outgrown(known: SizePlan, allocated: int) -> bool:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastft.autograd import decoder_layer as node
 from fastft.autograd import emptied_graph
 from fastft.autograd.attention_half import Attention, Heads
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, Level, Once, apply_layer
+from fastft.autograd.decoder_layer import Away, LayerCall, Level, apply_layer
 from fastft.autograd.projection import Projection
 from fastft.kernels.backend import interpreting
 from fastft.memory.offload import HostStore
@@ -237,40 +238,50 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "attention", [fused_attention, pieces.causal_attention], ids=["once", "twice, it saves scores"]
 )
-@pytest.mark.parametrize("once", ["ahead", "late"])
+@pytest.mark.parametrize(
+    ("away", "late"), [("input", False), ("attention", False), ("attention", True), ("half", False)]
+)
 @pytest.mark.parametrize("name", CONTRACTS)
 @pytest.mark.parametrize("mixture", pieces.PLAIN + pieces.MIXTURES, ids=pieces.name_of)
 def test_a_layer_in_host_memory_agrees_to_the_bit(
     mixture: tuple[torch.dtype, torch.dtype, bool],
     name: str,
-    once: Once,
+    away: Away,
+    late: bool,
     attention: Attention,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With attention's output kept there as well, or, where attention saves too much, made again."""
+    """However much of it is there; where attention saves too much, attention runs again."""
     monkeypatch.setattr(emptied_graph, "_SMALL", 64)
     dtype, adapter_dtype, autocast = mixture
     call, *case = draw_case(dtype, adapter_dtype, **CONTRACTS[name])
     call = replace(call, attention=attention)
     keep = run_fast(call, *case, autocast, "keep")
-    away = run_fast(replace(call, host=HostStore(), once=once), *case, autocast, "offload")
-    assert keep.keys() == away.keys()
-    assert [n for n in keep if not torch.equal(keep[n], away[n])] == []
+    back = run_fast(replace(call, host=HostStore(), away=away, late=late), *case, autocast, "offload")
+    assert keep.keys() == back.keys()
+    assert [n for n in keep if not torch.equal(keep[n], back[n])] == []
 
 
-@pytest.mark.parametrize("once", ["ahead", "late"])
-def test_an_offloaded_layer_s_attention_runs_once(once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its output and statistics are in host memory with x, for as many backwards as there are."""
+@pytest.mark.parametrize("late", [False, True], ids=["ahead", "late"])
+@pytest.mark.parametrize(
+    ("away", "parcels"),
+    # x; then O, statistics; or Q K V side by side, O, statistics, X̂ Aᵀ, O Aᵀ, h, two 1/rms
+    [("attention", 3), ("half", 9)],
+)
+def test_an_offloaded_layer_s_attention_runs_once(
+    away: Away, parcels: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of the layer is left on the device, for as many backwards as there are."""
     monkeypatch.setattr(emptied_graph, "_SMALL", 64)
     call, x, angles, grad = draw_case(torch.float32, torch.float32)
     call, seen = count_attention(call, fused_attention)
     expected = run_fast(call, x, angles, grad, False, "keep")
     store = HostStore()
-    call = replace(call, level="offload", host=store, once=once)
+    call = replace(call, level="offload", host=store, away=away, late=late)
     seen.clear()
     y = apply_layer(x, *angles, call)
     assert len(seen) == 1
-    assert store.in_flight == 3, "x, O, statistics"
+    assert store.in_flight == parcels
     assert saved_bytes(call, x, angles) == 0
     seen.clear()
     for retain in (True, False):
@@ -278,6 +289,18 @@ def test_an_offloaded_layer_s_attention_runs_once(once: Once, monkeypatch: pytes
         assert torch.equal(grad_x, expected["x"])
     assert seen == []
     assert store.in_flight == 0
+
+
+def test_an_offloaded_half_runs_no_product_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But gate and up, as at level lean."""
+    call, x, angles, grad = draw_case(torch.float32, torch.float32)
+    made: list[int] = []
+    stock = node.attention_half.forward_in
+    monkeypatch.setattr(node.attention_half, "forward_in", lambda *a, **k: made.append(1) or stock(*a, **k))
+    for away, forwards in (("input", 2), ("half", 1)):
+        made.clear()
+        run_fast(replace(call, host=HostStore(), away=away), x, angles, grad, False, "offload")
+        assert len(made) == forwards
 
 
 @pytest.mark.parametrize("level", LEVELS)

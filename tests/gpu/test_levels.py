@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fastft
+from fastft.memory import costs
 from fastft.memory.planner import LEVELS
 from fastft.patching import levels, registry
 from tests import support
@@ -192,6 +193,44 @@ def test_offload_leaves_memory_flat(model: Any) -> None:
     assert set(seen[2:]) == {seen[2]}
     assert store.host_bytes == (LAYERS - 1) * batch["input_ids"].numel() * HIDDEN * 2
     assert store.in_flight == 0
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What a layer leaves in host memory is asked once for a size."""
+    levels._away.clear()
+    yield
+    levels._away.clear()
+
+
+@pytest.mark.parametrize(("link", "away"), [(12e3, "input"), (8e3, "attention"), (0.0, "half")])
+def test_however_much_of_a_layer_is_in_host_memory_gradients_and_predictions_hold(
+    link: float, away: str, model: Any, asked_anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name and by plan; the numbers of recomputation to the bit, or, where no product runs again, of level lean."""
+    monkeypatch.setattr(costs, "_LINK_OPERATIONS", link)
+    batch, found = draw_batch(), {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for level in ("offload", "lean" if away == "half" else "recompute"):
+            fastft.patch(model, memory_levels=level)
+            found[level] = models.loss_and_gradients(model, batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ours, theirs = found.values()
+    assert [name for name, g in ours.items() if not torch.equal(g, theirs[name])] == []
+    least = peak_at(model, "offload")
+    assert {registry.site_of(layer).away for layer in backbone(model).layers} == {away}
+    plan_for(model, int(1.05 * least))
+    trainer = Trainer(model)
+    measured = [trainer.step(batch) for _ in range(3)][2]
+    plan = last_plan(model)
+    assert plan.away == away
+    assert plan.levels.count("offload") >= LAYERS // 2, plan.summary()
+    print(f"{away}: {plan.summary()}; measured {measured / 2**30:.2f} GiB")
+    assert abs(plan.peak - measured) <= 0.1 * measured
+    assert measured <= plan.budget
+    models.assert_ran_fast(model)
 
 
 def test_nothing_waits_on_the_device_after_the_last_offload(model: Any) -> None:

@@ -16,7 +16,7 @@ from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import LayerCall, apply_layer
 from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import LayerShape, StepCosts, attention_once, step_costs, with_gradients, without_graphs
+from fastft.memory.costs import AWAY, LayerShape, StepCosts, goes_away, step_costs, with_gradients, without_graphs
 from fastft.memory.planner import LEVELS, make_plan, predict_peak
 from fastft.patching import layer_costs, size_plans
 from fastft.patching.plan import inner_model
@@ -266,7 +266,7 @@ def test_long_batches_hold_one_tile_of_the_mlp(level: str, tokens: int) -> None:
     """However long the batch, a layer as wide as one likes needs no more than a tile of its width at once."""
     wide = replace(LLAMA_8B, copied=False)
     narrow = replace(wide, intermediate=128)
-    of = functools.partial(costs, twice=True)  # whether attention runs once depends on the width as well
+    of = functools.partial(costs, away="input")  # how much goes away depends on the width as well
     difference = of(wide, tokens).levels[level].working - of(narrow, tokens).levels[level].working
     assert abs(difference) <= 1.2 * TILE_BYTES
     forward = of(wide, tokens).forward_working - of(narrow, tokens).forward_working
@@ -283,36 +283,43 @@ QWEN3_06B = replace(LLAMA_8B, hidden=1024, query=2048, key_value=1024, heads=16,
 @pytest.mark.parametrize(
     ("shape", "tokens", "longest", "expected"),
     [
-        (LLAMA_8B, 8192, 2048, "ahead"),
-        (LLAMA_1B, 16384, 2048, "ahead"),
-        (LLAMA_1B, 32768, 32768, "ahead"),
-        (LLAMA_8B, 65536, 65536, "late"),  # seconds of attention: its output need not be early
-        (LLAMA_1B, 4096, 2048, None),  # the host's time would be more than attention's
-        (LLAMA_8B, 8192, 256, None),  # short rows: the copy costs more than attention
-        (QWEN3_06B, 16384, 2048, None),  # a byte a token for few operations: the link would be waited for
-        (QWEN3_06B, 32768, 32768, "ahead"),
+        (LLAMA_8B, 8192, 2048, "half"),
+        (LLAMA_1B, 32768, 32768, "half"),
+        (LLAMA_1B, 16384, 2048, "attention"),  # a byte a token for fewer operations: the link would be waited for
+        (QWEN3_06B, 16384, 2048, "input"),  # still fewer
+        (QWEN3_06B, 32768, 32768, "attention"),
+        (LLAMA_8B, 65536, 65536, "attention"),  # memory is what such rows lack
+        (LLAMA_1B, 4096, 2048, "input"),  # the host's time would be more than attention's
+        (LLAMA_8B, 8192, 256, "input"),  # short rows: the copy costs more than attention
     ],
 )
-def test_attention_of_an_offloaded_layer_runs_once_where_that_pays(
-    shape: LayerShape, tokens: int, longest: int, expected: str | None
+def test_what_goes_to_host_memory_is_what_the_link_carries_and_pays(
+    shape: LayerShape, tokens: int, longest: int, expected: str
 ) -> None:
-    """Where it does, O and a float32 a row and head are in host memory too, and the next layer's arrive beside."""
-    found = attention_once(
+    found = goes_away(
         tokens=tokens, longest=longest, hidden=shape.hidden, query=shape.query, key_value=shape.key_value,
         heads=shape.heads, intermediate=shape.intermediate, compute_bytes=2, stream_bytes=2,
     )  # fmt: skip
     assert found == expected
-    once, twice = costs(shape, tokens, longest=longest), costs(shape, tokens, longest=longest, twice=True)
-    assert once.once == (expected is not None)
-    assert not twice.once
-    kept = (2 * shape.query + 4 * shape.heads) * tokens
-    more, less = once.levels["offload"], twice.levels["offload"]
-    assert more.host - less.host == (kept if expected else 0)
-    assert more.working - less.working == (kept if expected == "ahead" else 0)
-    assert more.seconds < less.seconds or not expected
-    assert {level: cost for level, cost in once.levels.items() if level != "offload"} == {
-        level: cost for level, cost in twice.levels.items() if level != "offload"
-    }
+    assert costs(shape, tokens, longest=longest).away == expected
+
+
+@pytest.mark.parametrize("longest", [32768, 65536])
+def test_more_in_host_memory_is_less_time(longest: int) -> None:
+    """And on the device what is on its way back for the layer before, unless the rows are too long for that."""
+    by_kind = [costs(LLAMA_1B, longest, longest=longest, away=away) for away in AWAY]
+    assert [one.away for one in by_kind] == (
+        ["input", "attention", "half"] if longest < 65536 else ["input"] + ["attention"] * 2
+    )
+    least, output, most = (one.levels["offload"] for one in by_kind)
+    assert least.seconds > output.seconds >= most.seconds
+    kept = (2 * 2048 + 4 * 32) * longest
+    assert output.host - least.host == kept
+    assert output.working - least.working == (kept if longest < 65536 else 0)
+    lean = by_kind[0].levels["lean"].saved
+    assert longest == 65536 or most.host == lean, "all that lean keeps, x among it"
+    for one in by_kind:
+        assert {**one.levels, "offload": None} == {**by_kind[0].levels, "offload": None}
 
 
 def test_small_tiles_take_less_memory_and_more_time() -> None:

@@ -941,47 +941,60 @@ def once_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emptied_graph, "_SMALL", 64)
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_named_offload_runs_attention_once_where_the_host_has_room_for_its_output(
-    room: bool, once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("away", ["input", "attention", "half"])
+def test_named_offload_sends_away_what_the_host_has_room_for(
+    away: str, once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else host memory is for what has to be there, and attention runs twice."""
-    stream, output = (
-        2 * 13 * 64 * 4,
-        2 * 13 * (64 + 4) * 4,
-    )  # x; O of as many columns, and a float32 for each of 4 heads
-    needed = (LAYERS - 1) * 10 * (stream + output)  # 256 tokens are planned for
-    monkeypatch.setattr(size_plans, "_host_budget", lambda held: needed if room else needed - needed // 4)
     model, kept = build(["offload"] * (LAYERS - 1) + ["keep"]), build("keep")
-    assert attention_calls(model, batch) == [1 if room else 2] * (LAYERS - 1) + [1]
+    found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
+    assert found is not None
+    assert [one.away for one in found] == ["half"] * 3 + ["input"] * 3 + ["attention"] * 3
+    needed = max(one.levels["offload"].host for one in found if one.away == away) * (LAYERS - 1)
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: needed)
+    assert attention_calls(model, batch) == [2 if away == "input" else 1] * (LAYERS - 1) + [1]
+    assert {site.away for site in sites(model, "decoder layer")} == {away}
     assert_equal_steps(step(kept, batch), step(model, batch))
 
 
-def test_a_plan_offloads_with_attention_s_output(once_pays: None, device: Device, batch: Batch) -> None:
+def test_many_processes_of_a_host_do_not_send_halves(
+    once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would keep its link busy, and the host's memory is one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    model = build("offload")
+    step(model, batch)
+    assert {site.away for site in sites(model, "decoder layer")} == {"attention"}
+
+
+def test_a_plan_offloads_more_than_x(once_pays: None, device: Device, batch: Batch) -> None:
     model, kept = build(), build("keep")
     device.limit = tight(model, batch, ["offload"] * (LAYERS - 1) + ["lean"])
     assert attention_calls(model, batch) == [1] * LAYERS
     assert plan_of(model).levels == ("offload",) * (LAYERS - 1) + ("lean",)
-    assert plan_of(model).once
+    assert plan_of(model).away == "half"
     assert_equal_steps(step(kept, batch), step(model, batch))
 
 
-@pytest.mark.parametrize(("host", "once"), [(60, True), (59, False)])
-def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, once: bool, device: Device) -> None:
-    """Three layers have to be away: with attention's output while all of that fits, else x alone."""
-    away = {True: LevelCost(0, 20, 20, 4.0), False: LevelCost(0, 10, 10, 6.0)}
+@pytest.mark.parametrize(("host", "away"), [(90, "half"), (89, "attention"), (60, "attention"), (59, "input")])
+def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, away: str, device: Device) -> None:
+    """Three layers have to be away, with as much as fits."""
+    kinds = {
+        "half": LevelCost(0, 30, 30, 3.0),
+        "input": LevelCost(0, 10, 10, 6.0),
+        "attention": LevelCost(0, 20, 20, 4.0),
+    }
     others = {
         "keep": LevelCost(900, 0, 0, 0.0),
         "lean": LevelCost(600, 0, 0, 1.0),
-        "recompute": LevelCost(100, 10, 0, 5.0),
+        "recompute": LevelCost(100, 10, 0, 9.0),
     }
-    costs = [StepCosts(others | {"offload": cost}, 0, 0, once=kind) for kind, cost in away.items()]
+    costs = [StepCosts(others | {"offload": cost}, 0, 0, away=kind) for kind, cost in kinds.items()]  # type: ignore[arg-type]
     found = size_plans._make(
         size_plans.Memory(budget=150), CUDA, sites(build(layers=4), "decoder layer"), costs, 0, host
     )
     assert found.levels == ("offload",) * 3 + ("recompute",)
     assert found.fits
-    assert found.once == once
+    assert found.away == away
 
 
 # --- the host store --------------------------------------------------------------------------------------------------
