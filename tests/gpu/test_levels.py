@@ -226,7 +226,6 @@ def test_however_much_of_a_layer_is_in_host_memory_gradients_and_predictions_hol
     measured = [trainer.step(batch) for _ in range(3)][2]
     plan = last_plan(model)
     assert plan.away == away
-    assert plan.levels.count("offload") >= LAYERS // 2, plan.summary()
     print(f"{away}: {plan.summary()}; measured {measured / 2**30:.2f} GiB")
     assert abs(plan.peak - measured) <= 0.1 * measured
     assert measured <= plan.budget
