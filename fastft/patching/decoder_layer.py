@@ -109,19 +109,9 @@ class LayerReader:
         return None
 
     def read(
-        self,
-        x: Tensor,
-        kwargs: dict[str, Any],
-        level: str,
-        training: bool,
-        host: Any = None,
-        fold: bool = False,
-        away: str = "input",
+        self, x: Tensor, kwargs: dict[str, Any], level: str, training: bool, host: Any = None, fold: bool = False
     ) -> LayerCall | str:
-        """The layer's call for input `x`, or why it must run stock.
-
-        `host` and `away` (the most that goes there) serve level offload, `fold` projections.
-        """
+        """The layer's call for input `x`, or why it must run stock; `host` serves level offload, `fold` projections."""
         reason = self.structural_reason()
         if reason is not None:
             return reason
@@ -145,7 +135,7 @@ class LayerReader:
         if cached:
             attend = over_cache(attend, kwargs, attention.layer_idx, arguments)
         _draw(projections, x.device)
-        call = LayerCall(
+        return LayerCall(
             input_norm=self._norm(self._children["input_layernorm"]),
             post_norm=self._norm(self._children["post_attention_layernorm"]),
             head_norms=head_norms,
@@ -160,9 +150,6 @@ class LayerReader:
             host=host,
             attention_key=None if cached else attention_key(attention, mask, arguments),
         )
-        if level == "offload" and host is not None and away != "input":
-            _send_away(call, x, mask, away)
-        return call
 
     def projections(self, dtype: torch.dtype, autocast: bool, fold: bool = False) -> list[Any] | str:
         """The seven projections, or the first reason why one must run stock; `fold` as in `Projection`.
@@ -261,7 +248,7 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
         if level != "offload" and host is not None:
             host.settle()
         call = reader_of(self, FAMILIES[site.model_type]).read(
-            hidden_states, kwargs, level, self.training, host, site.fold_adapters, site.away
+            hidden_states, kwargs, level, self.training, host, site.fold_adapters
         )
     else:
         call = reason
@@ -271,6 +258,8 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     site.ran_fast()
     cos, sin = kwargs["position_embeddings"]
     call.compact, call.observer = site.compact, observers.get(self)
+    if call.level == "offload" and call.host is not None and site.away != "input":
+        _send_away(call, hidden_states, kwargs.get("attention_mask"), site.away)
     captured = graphs.get(self) if torch.is_grad_enabled() else token_graphs.get(self) if has_cache(kwargs) else None
     if captured is not None and hidden_states.is_contiguous():
         y = captured.run(self, call, hidden_states, cos, sin)
