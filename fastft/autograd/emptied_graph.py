@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 __all__ = ["EmptiedGraph"]
 
-_SMALL = 1 << 16  # bytes that may stay on the device
+_SMALL = 1 << 16  # bytes that may stay on the device, in all
 _STATISTICS = 1.25  # O and its statistics, over O and four bytes a row and head: room for rounded-up lengths
 
 
@@ -68,7 +68,7 @@ class EmptiedGraph:
             entrance = tuple(get_gradient_edge(tensor) for tensor in entered)
             with saved_tensors_hooks(recorder.pack, slots.unpack):
                 output = attention(*entered)
-        flat = output.detach().reshape(-1, output.shape[-2] * output.shape[-1]).to(query.dtype)
+        flat = output.detach().reshape(-1, output.shape[-2] * output.shape[-1]).to(query.dtype).contiguous()
         kept = None if output.grad_fn is None else recorder.arrange(flat, slots)
         return flat, None if kept is None else cls(entrance, output, slots, kept)
 
@@ -140,14 +140,17 @@ class _Recorder:
 
     def __init__(self, given: tuple[Tensor, ...], most: int) -> None:
         self._given, self._most = given, most
+        self._small = 0  # bytes that stay
         self._others: list[Tensor] | None = []  # None: more than `most` bytes
 
     def pack(self, tensor: Tensor) -> Any:
         for place, known in enumerate(self._given):
             if _same_elements(tensor, known):
                 return _Given(place, tensor.shape, tensor.stride())
-        if tensor.nbytes <= _SMALL:
-            return tensor
+        held = tensor.untyped_storage().nbytes()  # a view holds it all
+        if self._small + held <= _SMALL:
+            self._small += held
+            return tensor.detach()  # one that attention made knows its node, which holds what is returned here
         if self._others is None:
             return None
         self._others.append(tensor)

@@ -137,6 +137,54 @@ def test_a_graph_whose_backward_never_runs_goes_with_its_owner() -> None:
     assert alive.expired()
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_output_so_small_that_it_stays_goes_with_its_owner(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention saves of its own output knows the node that saves it: held as it is, it is a cycle."""
+    monkeypatch.setattr(emptied_graph, "_SMALL", 1 << 16)
+    output, graph = EmptiedGraph.record(ATTENTIONS[name], *cut(draw()))
+    assert graph is not None
+    alive = StorageWeakRef(output.untyped_storage())
+    del graph, output
+    assert alive.expired()
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["copies", "views"])
+def test_many_small_tensors_are_as_much_as_a_large_one(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention piece by piece: its copies are counted together, and a view is as large as what it holds."""
+    monkeypatch.setattr(emptied_graph, "_SMALL", 4 * 3 * HEADS * DIM)  # three tokens
+
+    def in_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = key.repeat_interleave(HEADS // KEY_HEADS, 1), value.repeat_interleave(HEADS // KEY_HEADS, 1)
+        picked = [query[:1, :, token] for token in range(SEQUENCE)]
+        picked = [token.clone() for token in picked] if gathered else picked
+        total = sum(token.pow(2).sum() for token in picked)
+        return query.transpose(1, 2) + total + 0 * (key.sum() + value.sum())
+
+    assert EmptiedGraph.record(in_pieces, *cut(draw()))[1] is None
+
+
+def test_an_output_with_gaps_between_its_rows_is_kept_without_them() -> None:
+    """Host memory takes no other."""
+
+    class Wide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            ctx.save_for_backward(query, key, value)
+            output = pieces.causal_attention(query, key, value)
+            wide = output.new_empty(BATCH, SEQUENCE, 2 * HEADS * DIM)
+            return wide[..., : HEADS * DIM].view(output.shape).copy_(output)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return whole(pieces.causal_attention, ctx.saved_tensors, grad)
+
+    output, graph = EmptiedGraph.record(Wide.apply, *cut(draw()))
+    assert graph is not None
+    (kept,) = graph.take()
+    assert kept.is_contiguous()
+    assert torch.equal(kept, output)
+
+
 @pytest.mark.parametrize("attention", [pieces.causal_attention, dropping], ids=["scores saved", "output copied"])
 def test_there_is_no_graph_where_attention_saves_more_than_its_output(attention: Callable[..., Tensor]) -> None:
     side_by_side = draw()
