@@ -21,6 +21,7 @@ through C++ that would be a cycle, which Python's garbage collection does not se
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["EmptiedGraph"]
+__all__ = ["EmptiedGraph", "Refilled"]
 
 _SMALL = 1 << 16  # bytes that may stay on the device, in all
 _STATISTICS = 1.25  # O and its statistics, over O and four bytes a row and head: room for rounded-up lengths
@@ -80,22 +81,33 @@ class EmptiedGraph:
         kept, self._kept = self._kept, []
         return kept
 
-    def refill(self, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor]) -> None:
-        """Give the tensors back, as they were (strides too), for one `backward`."""
-        self._slots.given, self._slots.kept = (query, key, value), kept
+    def refill(self, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor]) -> Refilled:
+        """The graph with the tensors given back, as they were (strides too), for one backward."""
+        return Refilled(self, (query, key, value), kept)
+
+
+class Refilled(NamedTuple):
+    """A graph, and what it is given for one backward; the graph itself holds it no longer than that runs."""
+
+    graph: EmptiedGraph
+    given: tuple[Tensor, Tensor, Tensor]
+    kept: Sequence[Tensor]
 
     def backward(self, grad: Tensor, retain: bool) -> tuple[Tensor, ...]:
-        """dQ, dK, dV `[batch, heads, sequence, head_dim]` from dO `[tokens, heads · head_dim]`; then it is empty again.
+        """dQ, dK, dV `[batch, heads, sequence, head_dim]` from dO `[tokens, heads · head_dim]`.
 
         Args:
             grad: dO.
             retain: whether there may be another backward, after another `refill`.
         """
-        grads = (grad.to(self._dtype).view(self._shape),)
-        try:
-            return torch.autograd.grad((self._end,), self._entrance, grads, retain_graph=retain)
-        finally:
-            self._slots.given, self._slots.kept = (), ()
+        graph, slots = self.graph, self.graph._slots
+        grads = (grad.to(graph._dtype).view(graph._shape),)
+        with slots.lock:  # several threads may run a backward through a graph that is retained
+            slots.given, slots.kept = self.given, self.kept
+            try:
+                return torch.autograd.grad((graph._end,), graph._entrance, grads, retain_graph=retain)
+            finally:
+                slots.given, slots.kept = (), ()
 
 
 class _View(NamedTuple):
@@ -122,9 +134,10 @@ class _Other(NamedTuple):
 class _Slots:
     """What a backward finds in place of what was saved."""
 
-    __slots__ = ("given", "kept", "views")
+    __slots__ = ("given", "kept", "lock", "views")
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.given: Sequence[Tensor] = ()
         self.kept: Sequence[Tensor] = ()
         self.views: list[_View] = []  # over `kept`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -92,9 +93,38 @@ def test_gradients_are_attention_s_own_to_the_bit_however_often_it_is_refilled(n
     output.fill_(float("nan"))
     expected = whole(attention, cut(again), grad)
     for retain in (True, True, False):
-        graph.refill(*cut(again), kept)
-        for ours, theirs in zip(graph.backward(grad, retain), expected, strict=True):
+        refilled = graph.refill(*cut(again), kept)
+        for ours, theirs in zip(refilled.backward(grad, retain), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_two_backwards_may_be_under_way_at_once() -> None:
+    """In two threads, over a graph that both retain: neither takes what the other was given."""
+    side_by_side, others = draw(), []
+
+    class Slow(Flash):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            if not others:
+                others.append(threading.Thread(target=run, args=(1,)))
+                others[0].start()
+                others[0].join(0.2)
+            return Flash.backward(ctx, grad)
+
+    output, graph = EmptiedGraph.record(Slow.apply, *cut(side_by_side))
+    assert graph is not None
+    kept = graph.take()
+    grad, found = torch.randn_like(output), {}
+    refilled = [graph.refill(*cut(side_by_side), kept) for _ in range(2)]
+
+    def run(which: int) -> None:
+        found[which] = refilled[which].backward(grad, True)
+
+    run(0)
+    others[0].join()
+    expected = whole(Flash.apply, cut(side_by_side), grad)
+    for which in range(2):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[which], expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -113,8 +143,7 @@ def test_nothing_large_is_held_before_and_after_a_backward(name: str) -> None:
     del output
     assert all(storage.expired() for storage in held)
     held = [StorageWeakRef(t.untyped_storage()) for t in (again, *kept)]
-    graph.refill(*cut(again), kept)
-    graph.backward(grad, True)
+    graph.refill(*cut(again), kept).backward(grad, True)
     del again, kept
     assert all(storage.expired() for storage in held)
 

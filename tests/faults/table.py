@@ -800,8 +800,38 @@ _AUTOGRAD = [
             (
                 "nothing_large_is_held_before_and_after_a_backward[fused]",
                 "Q, K and V held from one backward to the next",
-                "            self._slots.given, self._slots.kept = (), ()",
-                "            pass",
+                "                slots.given, slots.kept = (), ()",
+                "                pass",
+            ),
+            (
+                "two_backwards_may_be_under_way_at_once",
+                "a thread's backward empties another's",
+                "with slots.lock:",
+                "if True:",
+            ),
+            (
+                "an_output_so_small_that_it_stays_goes_with_its_owner[fused]",
+                "a cycle through autograd's node",
+                "return tensor.detach()",
+                "return tensor",
+            ),
+            (
+                "many_small_tensors_are_as_much_as_a_large_one[copies]",
+                "small tensors each for itself",
+                "if self._small + held <= _SMALL:",
+                "if held <= _SMALL:",
+            ),
+            (
+                "many_small_tensors_are_as_much_as_a_large_one[views]",
+                "a view taken for what it shows",
+                "held = tensor.untyped_storage().nbytes()",
+                "held = tensor.nbytes",
+            ),
+            (
+                "an_output_with_gaps_between_its_rows_is_kept_without_them",
+                "an output with gaps",
+                ".to(query.dtype).contiguous()",
+                ".to(query.dtype)",
             ),
             (
                 "nothing_large_is_held_before_and_after_a_backward[fused]",
