@@ -177,19 +177,37 @@ def test_an_output_so_small_that_it_stays_goes_with_its_owner(name: str, monkeyp
     assert alive.expired()
 
 
-@pytest.mark.parametrize("gathered", [True, False], ids=["copies", "views"])
-def test_many_small_tensors_are_as_much_as_a_large_one(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention piece by piece: its copies are counted together, and a view is as large as what it holds."""
-    monkeypatch.setattr(emptied_graph, "_SMALL", 4 * 3 * HEADS * DIM)  # three tokens
+def in_pieces(count: int, gathered: bool) -> Callable[..., Tensor]:
+    """Saves so many tokens' queries, as copies or as views."""
 
-    def in_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = key.repeat_interleave(HEADS // KEY_HEADS, 1), value.repeat_interleave(HEADS // KEY_HEADS, 1)
-        picked = [query[:1, :, token] for token in range(SEQUENCE)]
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        picked = [query[:1, :, token] for token in range(count)]
         picked = [token.clone() for token in picked] if gathered else picked
         total = sum(token.pow(2).sum() for token in picked)
         return query.transpose(1, 2) + total + 0 * (key.sum() + value.sum())
 
-    assert EmptiedGraph.record(in_pieces, *cut(draw()))[1] is None
+    return attention
+
+
+def test_many_small_tensors_are_as_much_as_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emptied_graph, "_SMALL", 4 * 3 * HEADS * DIM)  # three tokens
+    assert EmptiedGraph.record(in_pieces(3, True), *cut(draw()))[1] is not None
+    assert EmptiedGraph.record(in_pieces(SEQUENCE, True), *cut(draw()))[1] is None
+
+
+def test_a_small_view_does_not_hold_the_large_tensor_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emptied_graph, "_SMALL", 4 * 3 * HEADS * DIM)
+    side_by_side = draw()
+    again, alive = side_by_side.clone(), StorageWeakRef(side_by_side.untyped_storage())
+    output, graph = EmptiedGraph.record(in_pieces(2, False), *cut(side_by_side))
+    assert graph is not None
+    kept = [t.clone() for t in graph.take()]
+    grad = torch.randn_like(output)
+    del side_by_side
+    assert alive.expired()
+    expected = whole(in_pieces(2, False), cut(again), grad)
+    ours = graph.refill(*cut(again), kept).backward(grad, False)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
 def test_an_output_with_gaps_between_its_rows_is_kept_without_them() -> None:

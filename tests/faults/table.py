@@ -816,13 +816,13 @@ _AUTOGRAD = [
                 "return tensor",
             ),
             (
-                "many_small_tensors_are_as_much_as_a_large_one[copies]",
+                "many_small_tensors_are_as_much_as_a_large_one",
                 "small tensors each for itself",
                 "if self._small + held <= _SMALL:",
                 "if held <= _SMALL:",
             ),
             (
-                "many_small_tensors_are_as_much_as_a_large_one[views]",
+                "a_small_view_does_not_hold_the_large_tensor_it_is_of",
                 "a view taken for what it shows",
                 "held = tensor.untyped_storage().nbytes()",
                 "held = tensor.nbytes",
