@@ -87,7 +87,7 @@ class StepCosts:
     loss_working: int
     forward_operations: float = 0.0  # of a layer's products
     compact: int = 0  # as they were asked for
-    once: bool = False  # an offloaded layer's attention runs once
+    once: Once | None = None  # an offloaded layer's attention runs once, and when its output comes back
 
 
 def attention_once(
@@ -227,7 +227,7 @@ def step_costs(
     )
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
-    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, once is not None)
+    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, once)
 
 
 def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:

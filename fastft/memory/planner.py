@@ -68,7 +68,7 @@ class Plan:
         seconds: time beyond keeping everything, in the unit of the costs.
         fits: whether device and host memory suffice; if not, this is the plan with the least peak.
         compact: rows of the MLP's small tiles that the costs it was made from are of; 0 for the usual tiles.
-        once: whether those costs have offloaded layers run attention once.
+        once: how those costs have offloaded layers run attention once ("ahead" or "late"); None: twice.
         eager: whether it holds only without CUDA graphs.
     """
 
@@ -79,7 +79,7 @@ class Plan:
     seconds: float
     fits: bool
     compact: int = 0
-    once: bool = False
+    once: str | None = None
     eager: bool = False
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, Once, apply_layer
+from fastft.autograd.decoder_layer import LayerCall, apply_layer
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import attention_once
@@ -116,11 +116,12 @@ class LayerReader:
         training: bool,
         host: Any = None,
         fold: bool = False,
-        once: bool = False,
+        once: str | None = None,
     ) -> LayerCall | str:
         """The layer's call for input `x`, or why it must run stock.
 
-        `host` and `once` (attention may run once) serve level offload, `fold` projections.
+        `host` and `once` (attention may run once, and when its output comes back) serve level offload, `fold`
+        projections.
         """
         reason = self.structural_reason()
         if reason is not None:
@@ -158,8 +159,8 @@ class LayerReader:
             autocast=state,
             level=level,  # type: ignore[arg-type]
             host=host,
-            once=_once(x, projections, width, mask, state)
-            if once and level == "offload" and host is not None
+            once=once  # type: ignore[arg-type]
+            if level == "offload" and host is not None and once and _once_pays(x, projections, width, mask, state)
             else None,
             attention_key=None if cached else attention_key(attention, mask, arguments),
         )
@@ -191,10 +192,13 @@ def _draw(projections: Sequence[Projection], device: torch.device) -> None:
             projection.dropout = Dropout(projection.dropout.p, seed, stream)  # type: ignore[union-attr]
 
 
-def _once(x: Tensor, projections: Sequence[Projection], width: int, mask: Any, state: AutocastState) -> Once | None:
-    """Whether an offloaded layer leaves attention's output in host memory too (memory/costs.py)."""
+def _once_pays(x: Tensor, projections: Sequence[Projection], width: int, mask: Any, state: AutocastState) -> bool:
+    """Whether an offloaded layer leaves attention's output in host memory too (memory/costs.py).
+
+    When that comes back is the plan's to say, which has room for it then: it knows rows, rounded up, not documents.
+    """
     query, key, _, output, gate, *_ = projections
-    return attention_once(
+    found = attention_once(
         tokens=x.shape[0] * x.shape[1],
         longest=mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1],
         hidden=output.out_features,
@@ -205,6 +209,7 @@ def _once(x: Tensor, projections: Sequence[Projection], width: int, mask: Any, s
         compute_bytes=state.compute_dtype(x.dtype).itemsize,
         stream_bytes=x.element_size(),
     )
+    return found is not None
 
 
 def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:

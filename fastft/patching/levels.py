@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,13 +21,14 @@ from fastft.memory.offload import HostStore
 from fastft.memory.planner import LEVELS
 from fastft.memory.token_graphs import TokenGraphs
 from fastft.patching import registry, size_plans
+from fastft.patching.layer_costs import autocast_dtype
 from fastft.patching.registry import AUTO
 
 CHOICES = (AUTO, *LEVELS)
 _ROOM_NEEDED = "a batch of another shape needed the room of those there were"
 _stores: weakref.WeakKeyDictionary[nn.Module, HostStore] = weakref.WeakKeyDictionary()
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-_once: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
+_once: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = weakref.WeakKeyDictionary()
 _token_graphs: weakref.WeakKeyDictionary[nn.Module, TokenGraphs] = weakref.WeakKeyDictionary()
 
 
@@ -118,11 +120,11 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
-        compact, eager, once = (0, False, False) if plan is None else (plan.compact, plan.eager, plan.once)
+        compact, eager, once = (0, False, None) if plan is None else (plan.compact, plan.eager, plan.once)
     else:
         compact, eager = 0, False
         levels = [s.level for s in sites]  # type: ignore[union-attr]
-        once = "offload" in levels and _offloads_once(backbone, layers, levels, shape)  # type: ignore[arg-type]
+        once = _offloads_once(backbone, layers, levels, shape) if "offload" in levels else None  # type: ignore[arg-type]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.
         last = index == len(sites) - 1 and level == "offload"
@@ -147,13 +149,16 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         graphs_of(backbone).release("what they keep is not let go, and the budget has no room for it beside offload")
 
 
-def _offloads_once(backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]) -> bool:
-    """`size_plans.offloads_once` for levels that somebody named; asked once for a size."""
-    known, size = _once.setdefault(backbone, {}), size_plans.size_of(shape)
-    if size not in known:
+def _offloads_once(
+    backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]
+) -> str | None:
+    """`size_plans.offloads_once` for levels that somebody named; asked once for a size, count and dtype."""
+    known, size, count = _once.setdefault(backbone, {}), size_plans.size_of(shape), levels.count("offload")
+    asked = (size, count, autocast_dtype(next(layers[0].parameters()).device))
+    if asked not in known:
         host_held = _stores[backbone].host_bytes if backbone in _stores else 0
-        known[size] = size_plans.offloads_once(backbone, layers, size, levels.count("offload"), host_held)
-    return known[size]
+        known[asked] = size_plans.offloads_once(backbone, layers, size, count, host_held)
+    return known[asked]
 
 
 def level_of(site: registry.Site) -> str:

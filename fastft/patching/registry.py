@@ -35,7 +35,8 @@ class Site:
         level: what a decoder layer was asked to keep for its backward: a level of memory/planner.py, or "auto".
         pinned: the level the user named explicitly (checkpointing switched on or off leaves it), or None.
         compact: rows of the small tiles that the planner has the MLP run in; 0 for the usual ones.
-        once: an offloaded layer may leave attention's output in host memory too, and not run it again.
+        once: an offloaded layer may leave attention's output in host memory too, and not run it again: when that comes
+            back ("ahead" or "late", autograd/decoder_layer.py), or None.
         assigned: the level it runs at, as far as the planner has a say in it (patching/levels.py).
         reason: why it can never run fast (known when planned), or None.
         strict: raise where the part would run stock.
@@ -65,7 +66,7 @@ class Site:
     pinned: str | None = None
     assigned: str | None = None
     compact: int = 0
-    once: bool = False
+    once: str | None = None
     reason: str | None = None
     strict: bool = False
     fast_runs: int = 0

@@ -227,7 +227,12 @@ def _make(
         replace(_make_one(memory, device, sites, one, base, host_budget), compact=one.compact, once=one.once)
         for one in costs
     ]
-    return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))
+
+    def rank(plan: Plan) -> tuple[bool, float, int]:
+        # Where nothing fits, host memory comes first: one that is overdrawn ends the process.
+        return not plan.fits, plan.seconds if plan.fits else max(0, plan.host - host_budget), plan.peak
+
+    return min(plans, key=rank)
 
 
 def _make_one(
@@ -264,8 +269,8 @@ def _needs_eager(plan: Plan, costs: Sequence[StepCosts], base: int) -> bool:
 
 def offloads_once(
     backbone: nn.Module, layers: Sequence[nn.Module], size: tuple[int, int], count: int, host_held: int
-) -> bool:
-    """Whether `count` layers told to offload may run attention once: where it is faster, and the host has room.
+) -> str | None:
+    """How `count` layers told to offload may run attention once: where it is faster, and the host has room.
 
     Args:
         backbone: holds the layers.
@@ -275,9 +280,9 @@ def offloads_once(
         host_held: bytes of host memory that the model's store has already.
     """
     costs = costs_of(backbone, layers, *size)
-    if costs is None or not costs[0].once:
-        return False
-    return count * costs[0].levels["offload"].host <= _host_budget(host_held)
+    if costs is None or count * costs[0].levels["offload"].host > _host_budget(host_held):
+        return None
+    return costs[0].once
 
 
 def size_of(shape: tuple[int, int]) -> tuple[int, int]:

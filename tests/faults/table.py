@@ -1456,6 +1456,12 @@ _MEMORY = [
         _LEVELS,
         [
             (
+                "where_nothing_fits_the_host_is_not_overdrawn_for_attention_s_output[59-None]",
+                "where nothing fits, host memory does not count",
+                "max(0, plan.host - host_budget)",
+                "0.0",
+            ),
+            (
                 "a_step_above_the_budget_is_planned_again",
                 "what a step used is not learned from",
                 "memory.correction += error",
@@ -1488,7 +1494,7 @@ _MEMORY = [
             (
                 "small_tiles_where_they_let_better_levels_fit",
                 "small tiles never chosen",
-                "return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))",
+                "return min(plans, key=rank)",
                 "return plans[0]",
             ),
             (
@@ -1509,6 +1515,12 @@ _MEMORY = [
                 "call.compact, call.observer = site.compact,",
                 "call.compact, call.observer = False,",
             ),
+            (
+                "attention_s_output_comes_back_when_the_plan_has_room_for_it[256-False]",
+                "attention's output comes back early, whatever was planned",
+                "once=once  # type",
+                'once="ahead"  # type',
+            ),
         ],
     ),
     *_faults(
@@ -1520,6 +1532,12 @@ _MEMORY = [
                 "nobody settles the store",
                 'if level == "offload" or before == "offload":',
                 'if level == "offload":',
+            ),
+            (
+                "naming_other_levels_asks_anew_whether_the_host_has_room",
+                "room for one layer taken for room for all",
+                "asked = (size, count,",
+                "asked = (size,",
             ),
         ],
     ),

@@ -303,8 +303,8 @@ def test_attention_of_an_offloaded_layer_runs_once_where_that_pays(
     )  # fmt: skip
     assert found == expected
     once, twice = costs(shape, tokens, longest=longest), costs(shape, tokens, longest=longest, twice=True)
-    assert once.once == (expected is not None)
-    assert not twice.once
+    assert once.once == expected
+    assert twice.once is None
     kept = (2 * shape.query + 4 * shape.heads) * tokens
     more, less = once.levels["offload"], twice.levels["offload"]
     assert more.host - less.host == (kept if expected else 0)

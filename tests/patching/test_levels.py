@@ -23,6 +23,7 @@ from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.captures import CUBLAS_WORKSPACE
 from fastft.memory.costs import StepCosts, with_gradients
+from fastft.memory.offload import Parcel
 from fastft.memory.planner import LevelCost, make_plan
 from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
@@ -962,14 +963,14 @@ def test_a_plan_offloads_with_attention_s_output(once_pays: None, device: Device
     device.limit = tight(model, batch, ["offload"] * (LAYERS - 1) + ["lean"])
     assert attention_calls(model, batch) == [1] * LAYERS
     assert plan_of(model).levels == ("offload",) * (LAYERS - 1) + ("lean",)
-    assert plan_of(model).once
+    assert plan_of(model).once == "ahead"
     assert_equal_steps(step(kept, batch), step(model, batch))
 
 
-@pytest.mark.parametrize(("host", "once"), [(60, True), (59, False)])
-def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, once: bool, device: Device) -> None:
+@pytest.mark.parametrize(("host", "once"), [(60, "ahead"), (59, None)])
+def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, once: str | None, device: Device) -> None:
     """Three layers have to be away: with attention's output while all of that fits, else x alone."""
-    away = {True: LevelCost(0, 20, 20, 4.0), False: LevelCost(0, 10, 10, 6.0)}
+    away = {"ahead": LevelCost(0, 20, 20, 4.0), None: LevelCost(0, 10, 10, 6.0)}
     others = {
         "keep": LevelCost(900, 0, 0, 0.0),
         "lean": LevelCost(600, 0, 0, 1.0),
@@ -981,6 +982,51 @@ def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, once: bool, d
     )
     assert found.levels == ("offload",) * 3 + ("recompute",)
     assert found.fits
+    assert found.once == once
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("late_from", [256, 257])
+def test_attention_s_output_comes_back_when_the_plan_has_room_for_it(
+    late_from: int, named: bool, once_pays: None, device: Device, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 13 tokens is planned for as one of 256; and documents may be shorter than their row."""
+    monkeypatch.setattr(memory_costs, "_LATE_FROM", late_from)
+    wanted = ["offload"] * (LAYERS - 1) + ["lean"]
+    model = build(wanted if named else "auto")
+    device.limit = tight(model, batch, wanted)
+    seen, add = [], Parcel.add
+    monkeypatch.setattr(Parcel, "add", lambda *parts, ahead: seen.append(ahead) or add(*parts, ahead=ahead))
+    step(model, batch)
+    assert seen == [late_from == 257] * (LAYERS - 1)
+
+
+def test_naming_other_levels_asks_anew_whether_the_host_has_room(
+    once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for one layer's output is not room for that of all."""
+    model = build(["offload"] + ["keep"] * (LAYERS - 1))
+    found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
+    assert found is not None
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: 2 * found[0].levels["offload"].host)
+    assert attention_calls(model, batch) == [1] * LAYERS
+    fastft.patch(model, memory_levels=["offload"] * (LAYERS - 1) + ["keep"])
+    assert attention_calls(model, batch) == [2] * (LAYERS - 1) + [1]
+    fastft.patch(model, memory_levels=["offload"] + ["keep"] * (LAYERS - 1))
+    assert attention_calls(model, batch) == [1] * LAYERS
+
+
+@pytest.mark.parametrize(("host", "once"), [(60, "ahead"), (59, None), (29, None)])
+def test_where_nothing_fits_the_host_is_not_overdrawn_for_attention_s_output(
+    host: int, once: str | None, device: Device
+) -> None:
+    """Layers that were told to offload do so in any plan: then the smaller way to is the better one."""
+    away = {"ahead": LevelCost(0, 10, 20, 4.0), None: LevelCost(0, 10, 10, 6.0)}
+    others = {level: LevelCost(900, 0, 0, 0.0) for level in ("keep", "lean", "recompute")}
+    costs = [StepCosts(others | {"offload": cost}, 0, 0, once=kind) for kind, cost in away.items()]
+    told = sites(build([*["offload"] * 3, "keep"], layers=4), "decoder layer")
+    found = size_plans._make(size_plans.Memory(budget=150), CUDA, told, costs, 0, host)
+    assert not found.fits
     assert found.once == once
 
 
