@@ -158,8 +158,11 @@ def attend_once(saved: SavedIn, attention: Attention, state: AutocastState) -> t
     """Attention whose backward will need Q, K, V and what `EmptiedGraph.take` gives, but no second run.
 
     Returns:
-        The output, without a graph, and the graph; None where attention saves too much else (eager attention's scores).
+        The output, without a graph, and the graph; None where attention saves too much else (eager attention's scores),
+        or somebody forbids saved-tensor hooks.
     """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return attend(saved, attention, state, with_graph=False), None
     heads = tuple(t.transpose(1, 2) for t in (saved.query, saved.key, saved.value))
     with state.restored():
         output, graph = EmptiedGraph.record(attention, *heads)
