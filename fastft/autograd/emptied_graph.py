@@ -102,12 +102,15 @@ class Refilled(NamedTuple):
         """
         graph, slots = self.graph, self.graph._slots
         grads = (grad.to(graph._dtype).view(graph._shape),)
-        with slots.lock:  # several threads may run a backward through a graph that is retained
+        # Several backwards may go through a graph that is retained: in threads, or one inside the other (autograd's
+        # device thread takes up what it finds while an inner backward waits).
+        with slots.lock:
+            before = slots.given, slots.kept
             slots.given, slots.kept = self.given, self.kept
             try:
                 return torch.autograd.grad((graph._end,), graph._entrance, grads, retain_graph=retain)
             finally:
-                slots.given, slots.kept = (), ()
+                slots.given, slots.kept = before
 
 
 class _View(NamedTuple):
@@ -137,7 +140,7 @@ class _Slots:
     __slots__ = ("given", "kept", "lock", "views")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.given: Sequence[Tensor] = ()
         self.kept: Sequence[Tensor] = ()
         self.views: list[_View] = []  # over `kept`

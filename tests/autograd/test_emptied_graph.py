@@ -100,31 +100,56 @@ def test_gradients_are_attention_s_own_to_the_bit_however_often_it_is_refilled(n
 
 def test_two_backwards_may_be_under_way_at_once() -> None:
     """In two threads, over a graph that both retain: neither takes what the other was given."""
-    side_by_side, others = draw(), []
+    side_by_side, found = draw(), {}
+    inside, done = threading.Event(), threading.Event()
 
     class Slow(Flash):
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            if not others:
-                others.append(threading.Thread(target=run, args=(1,)))
-                others[0].start()
-                others[0].join(0.2)
+            if threading.current_thread() is other:
+                inside.set()
+                done.wait(1)
+            else:
+                other.start()
+                inside.wait(0.2)
             return Flash.backward(ctx, grad)
 
     output, graph = EmptiedGraph.record(Slow.apply, *cut(side_by_side))
     assert graph is not None
-    kept = graph.take()
-    grad, found = torch.randn_like(output), {}
+    kept, grad = graph.take(), torch.randn_like(output)
     refilled = [graph.refill(*cut(side_by_side), kept) for _ in range(2)]
 
     def run(which: int) -> None:
         found[which] = refilled[which].backward(grad, True)
 
+    other = threading.Thread(target=run, args=(1,))
     run(0)
-    others[0].join()
+    done.set()
+    other.join()
     expected = whole(Flash.apply, cut(side_by_side), grad)
     for which in range(2):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[which], expected, strict=True))
+
+
+def test_a_backward_inside_another_leaves_it_what_it_was_given() -> None:
+    side_by_side, inner = draw(), []
+
+    class Nested(Flash):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            if not inner:
+                inner.append(())
+                inner[0] = graph.refill(*cut(side_by_side), kept).backward(grad, True)
+            return Flash.backward(ctx, grad)
+
+    output, graph = EmptiedGraph.record(Nested.apply, *cut(side_by_side))
+    assert graph is not None
+    kept = graph.take()
+    grad = torch.randn_like(output)
+    outer = graph.refill(*cut(side_by_side), kept).backward(grad, True)
+    for ours, within, theirs in zip(outer, inner[0], whole(Flash.apply, cut(side_by_side), grad), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(within, theirs)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

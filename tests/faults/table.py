@@ -800,7 +800,7 @@ _AUTOGRAD = [
             (
                 "nothing_large_is_held_before_and_after_a_backward[fused]",
                 "Q, K and V held from one backward to the next",
-                "                slots.given, slots.kept = (), ()",
+                "                slots.given, slots.kept = before",
                 "                pass",
             ),
             (
@@ -808,6 +808,12 @@ _AUTOGRAD = [
                 "a thread's backward empties another's",
                 "with slots.lock:",
                 "if True:",
+            ),
+            (
+                "a_backward_inside_another_leaves_it_what_it_was_given",
+                "a backward empties the one around it",
+                "before = slots.given, slots.kept",
+                "before = ((), ())",
             ),
             (
                 "an_output_so_small_that_it_stays_goes_with_its_owner[fused]",
