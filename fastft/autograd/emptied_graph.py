@@ -160,6 +160,9 @@ class _Recorder:
         self._others: list[Tensor] | None = []  # None: more than `most` bytes
 
     def pack(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided:
+            self._others = None  # it has no address
+            return None
         for place, known in enumerate(self._given):
             if _same_elements(tensor, known):
                 return _Given(place, tensor.shape, tensor.stride())
@@ -176,10 +179,10 @@ class _Recorder:
         return _Other(len(self._others) - 1)
 
     def arrange(self, flat: Tensor, slots: _Slots) -> list[Tensor] | None:
-        """The output and whatever else is to be kept; None where that is too much, or a tensor has gaps."""
+        """The output and whatever else is to be kept; None where that is too much, has gaps or is elsewhere."""
         kept, others = [flat], self._others
         self._given, self._others = (), None
-        if others is None or not all(_dense(tensor) for tensor in others):
+        if others is None or not all(_dense(tensor) and tensor.device == flat.device for tensor in others):
             return None
         for tensor in others:
             place = 0 if _same_elements(tensor, flat) else len(kept)

@@ -265,6 +265,19 @@ def test_there_is_no_graph_where_attention_saves_more_than_its_output(attention:
     assert torch.equal(output.view(BATCH, SEQUENCE, HEADS, DIM), attention(*cut(side_by_side)))
 
 
+@pytest.mark.parametrize(
+    "other", [torch.eye(99).to_sparse(), torch.empty(99, device="meta")], ids=["sparse", "elsewhere"]
+)
+def test_there_is_no_graph_where_attention_saves_what_host_memory_does_not_take(other: Tensor) -> None:
+    class With(Flash):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            ctx.save_for_backward(query, key, value, other)
+            return pieces.causal_attention(query, key, value)
+
+    assert EmptiedGraph.record(With.apply, *cut(draw()))[1] is None
+
+
 def test_scores_are_not_held_until_attention_returns() -> None:
     """No more than one softmax's worth, as without a graph."""
     seen: list[StorageWeakRef] = []

@@ -834,6 +834,12 @@ _AUTOGRAD = [
                 "held = tensor.nbytes",
             ),
             (
+                "there_is_no_graph_where_attention_saves_what_host_memory_does_not_take[elsewhere]",
+                "tensors of other devices kept",
+                "_dense(tensor) and tensor.device == flat.device",
+                "_dense(tensor)",
+            ),
+            (
                 "an_output_with_gaps_between_its_rows_is_kept_without_them",
                 "an output with gaps",
                 ".to(query.dtype).contiguous()",
