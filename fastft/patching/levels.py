@@ -153,7 +153,7 @@ def _offloads_once(
     backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]
 ) -> str | None:
     """`size_plans.offloads_once` for levels that somebody named; asked once for a size, count and dtype."""
-    known, size, count = _once.setdefault(backbone, {}), size_plans.size_of(shape), levels.count("offload")
+    known, size, count = _once.setdefault(backbone, {}), size_plans.size_of(shape), levels[:-1].count("offload")
     asked = (size, count, autocast_dtype(next(layers[0].parameters()).device))
     if asked not in known:
         host_held = _stores[backbone].host_bytes if backbone in _stores else 0

@@ -1001,6 +1001,16 @@ def test_attention_s_output_comes_back_when_the_plan_has_room_for_it(
     assert seen == [late_from == 257] * (LAYERS - 1)
 
 
+def test_the_last_layer_needs_no_room_in_host_memory(
+    once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("offload")
+    found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
+    assert found is not None
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: (LAYERS - 1) * found[0].levels["offload"].host)
+    assert attention_calls(model, batch) == [1] * (LAYERS - 1) + [2]
+
+
 def test_naming_other_levels_asks_anew_whether_the_host_has_room(
     once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
