@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.emptied_graph import EmptiedGraph
+from fastft.autograd.emptied_graph import EmptiedGraph, Refilled
 from fastft.autograd.products import Products
 from fastft.kernels.rms_norm import NormMode, rms_norm, rms_norm_backward
 from fastft.kernels.rope import rope
@@ -83,7 +83,7 @@ class Attended:
 
     output: Tensor  # [tokens, heads · head_dim]
     # output with history, and the leaves query, key, value; or a graph that has been given these again
-    graph: tuple[Tensor, Tensor, Tensor, Tensor] | EmptiedGraph | None
+    graph: tuple[Tensor, Tensor, Tensor, Tensor] | Refilled | None
     retain: bool = False  # the first backward leaves the graph's tensors where they are
 
 
@@ -155,11 +155,14 @@ def attend(saved: SavedIn, attention: Attention, state: AutocastState, with_grap
 
 
 def attend_once(saved: SavedIn, attention: Attention, state: AutocastState) -> tuple[Attended, EmptiedGraph | None]:
-    """Attention whose backward will need Q, K, V and what `EmptiedGraph.kept` names, but no second run.
+    """Attention whose backward will need Q, K, V and what `EmptiedGraph.take` gives, but no second run.
 
     Returns:
-        The output, without a graph, and the graph; None where attention saves too much else (eager attention's scores).
+        The output, without a graph, and the graph; None where attention saves too much else (eager attention's scores),
+        or somebody forbids saved-tensor hooks.
     """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return attend(saved, attention, state, with_graph=False), None
     heads = tuple(t.transpose(1, 2) for t in (saved.query, saved.key, saved.value))
     with state.restored():
         output, graph = EmptiedGraph.record(attention, *heads)
@@ -172,11 +175,11 @@ def refilled(saved: SavedIn, graph: EmptiedGraph, kept: Sequence[Tensor], retain
     Args:
         saved: of a second `forward_in`.
         graph: of the forward.
-        kept: what its `kept` named, in order, from wherever it was.
+        kept: what its `take` gave, in order, from wherever it was.
         retain: whether there may be another backward.
     """
-    graph.refill(*(t.transpose(1, 2) for t in (saved.query, saved.key, saved.value)), kept)
-    return Attended(kept[0], graph, retain)
+    heads = (t.transpose(1, 2) for t in (saved.query, saved.key, saved.value))
+    return Attended(kept[0], graph.refill(*heads, kept), retain)
 
 
 def attend_backward(grad: Tensor, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +187,7 @@ def attend_backward(grad: Tensor, attended: Attended) -> tuple[Tensor, Tensor, T
     graph = attended.graph
     attended.graph = None
     assert graph is not None
-    if isinstance(graph, EmptiedGraph):
+    if isinstance(graph, Refilled):
         grads = graph.backward(grad, attended.retain)
     else:
         output, *leaves = graph

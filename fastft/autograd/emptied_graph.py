@@ -21,6 +21,7 @@ through C++ that would be a cycle, which Python's garbage collection does not se
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["EmptiedGraph"]
+__all__ = ["EmptiedGraph", "Refilled"]
 
-_SMALL = 1 << 16  # bytes that may stay on the device
+_SMALL = 1 << 16  # bytes that may stay on the device, in all
 _STATISTICS = 1.25  # O and its statistics, over O and four bytes a row and head: room for rounded-up lengths
 
 
@@ -68,7 +69,7 @@ class EmptiedGraph:
             entrance = tuple(get_gradient_edge(tensor) for tensor in entered)
             with saved_tensors_hooks(recorder.pack, slots.unpack):
                 output = attention(*entered)
-        flat = output.detach().reshape(-1, output.shape[-2] * output.shape[-1]).to(query.dtype)
+        flat = output.detach().reshape(-1, output.shape[-2] * output.shape[-1]).to(query.dtype).contiguous()
         kept = None if output.grad_fn is None else recorder.arrange(flat, slots)
         return flat, None if kept is None else cls(entrance, output, slots, kept)
 
@@ -80,22 +81,36 @@ class EmptiedGraph:
         kept, self._kept = self._kept, []
         return kept
 
-    def refill(self, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor]) -> None:
-        """Give the tensors back, as they were (strides too), for one `backward`."""
-        self._slots.given, self._slots.kept = (query, key, value), kept
+    def refill(self, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor]) -> Refilled:
+        """The graph with the tensors given back, as they were (strides too), for one backward."""
+        return Refilled(self, (query, key, value), kept)
+
+
+class Refilled(NamedTuple):
+    """A graph, and what it is given for one backward; the graph itself holds it no longer than that runs."""
+
+    graph: EmptiedGraph
+    given: tuple[Tensor, Tensor, Tensor]
+    kept: Sequence[Tensor]
 
     def backward(self, grad: Tensor, retain: bool) -> tuple[Tensor, ...]:
-        """dQ, dK, dV `[batch, heads, sequence, head_dim]` from dO `[tokens, heads · head_dim]`; then it is empty again.
+        """dQ, dK, dV `[batch, heads, sequence, head_dim]` from dO `[tokens, heads · head_dim]`.
 
         Args:
             grad: dO.
             retain: whether there may be another backward, after another `refill`.
         """
-        grads = (grad.to(self._dtype).view(self._shape),)
-        try:
-            return torch.autograd.grad((self._end,), self._entrance, grads, retain_graph=retain)
-        finally:
-            self._slots.given, self._slots.kept = (), ()
+        graph, slots = self.graph, self.graph._slots
+        grads = (grad.to(graph._dtype).view(graph._shape),)
+        # Several backwards may go through a graph that is retained: in threads, or one inside the other (autograd's
+        # device thread takes up what it finds while an inner backward waits).
+        with slots.lock:
+            before = slots.given, slots.kept
+            slots.given, slots.kept = self.given, self.kept
+            try:
+                return torch.autograd.grad((graph._end,), graph._entrance, grads, retain_graph=retain)
+            finally:
+                slots.given, slots.kept = before
 
 
 class _View(NamedTuple):
@@ -122,9 +137,10 @@ class _Other(NamedTuple):
 class _Slots:
     """What a backward finds in place of what was saved."""
 
-    __slots__ = ("given", "kept", "views")
+    __slots__ = ("given", "kept", "lock", "views")
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.given: Sequence[Tensor] = ()
         self.kept: Sequence[Tensor] = ()
         self.views: list[_View] = []  # over `kept`
@@ -140,14 +156,20 @@ class _Recorder:
 
     def __init__(self, given: tuple[Tensor, ...], most: int) -> None:
         self._given, self._most = given, most
+        self._small = 0  # bytes that stay
         self._others: list[Tensor] | None = []  # None: more than `most` bytes
 
     def pack(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided:
+            self._others = None  # it has no address
+            return None
         for place, known in enumerate(self._given):
             if _same_elements(tensor, known):
                 return _Given(place, tensor.shape, tensor.stride())
-        if tensor.nbytes <= _SMALL:
-            return tensor
+        held = tensor.untyped_storage().nbytes()  # a view holds it all
+        if self._small + held <= _SMALL:
+            self._small += held
+            return tensor.detach()  # one that attention made knows its node, which holds what is returned here
         if self._others is None:
             return None
         self._others.append(tensor)
@@ -157,10 +179,10 @@ class _Recorder:
         return _Other(len(self._others) - 1)
 
     def arrange(self, flat: Tensor, slots: _Slots) -> list[Tensor] | None:
-        """The output and whatever else is to be kept; None where that is too much, or a tensor has gaps."""
+        """The output and whatever else is to be kept; None where that is too much, has gaps or is elsewhere."""
         kept, others = [flat], self._others
         self._given, self._others = (), None
-        if others is None or not all(_dense(tensor) for tensor in others):
+        if others is None or not all(_dense(tensor) and tensor.device == flat.device for tensor in others):
             return None
         for tensor in others:
             place = 0 if _same_elements(tensor, flat) else len(kept)

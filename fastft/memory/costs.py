@@ -89,6 +89,7 @@ class StepCosts:
     forward_operations: float = 0.0  # of a layer's products
     compact: int = 0  # as they were asked for
     away: Away = "input"  # what of an offloaded layer is in host memory
+    late: bool = False  # and comes back when that is reached, not ahead of time
 
 
 def goes_away(
@@ -242,7 +243,7 @@ def step_costs(
     }
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head
-    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, away)
+    return StepCosts(levels, forward_working, loss_working, forward_operations, compact, away, late(longest))
 
 
 def with_gradients(costs: StepCosts, gradients: int) -> StepCosts:

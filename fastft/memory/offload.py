@@ -18,8 +18,8 @@ Three things keep memory in hand.
 - A tensor on its way out is held by the store until the stream that computes has been told to wait for its copy; from
   then on its memory is free for that stream, in stream order. `record_stream` would need no holding, but it frees
   memory when the *host* finds the copy done, and the host runs many layers ahead: the peak would depend on timing. At
-  most two calls' tensors are on their way out, and one parcel's on their way back ahead of time: two tensors more in
-  the forward until `settle`, one more in the backward (two, where something was added).
+  most two calls' tensors are on their way out, and one parcel's on their way back ahead of time: those are more in the
+  forward until `settle`, and in the backward.
 - Host buffers have the exact size, in pages. torch's own pinned memory is rounded up to a power of two.
 - A parcel's buffer returns to the pool when the parcel dies, with the event of the last copy that used it, and the next
   copy into it waits for that event on its stream. Steps of equal shape pin nothing after the first.
@@ -157,8 +157,8 @@ class HostStore:
     def settle(self) -> None:
         """Let go of the tensors on their way out: their streams wait for the copies, the host does not.
 
-        Call it when no further `put` follows in this forward; else up to two tensors stay on the device until the
-        backward's first `get`.
+        Call it when no further `put` follows in this forward; else up to two calls' tensors stay on the device until
+        the backward's first `get`.
         """
         with self._lock:
             self._settle()

@@ -69,6 +69,7 @@ class Plan:
         fits: whether device and host memory suffice; if not, this is the plan with the least peak.
         compact: rows of the MLP's small tiles that the costs it was made from are of; 0 for the usual tiles.
         away: what those costs have offloaded layers leave in host memory.
+        late: whether that comes back when its layer is reached, not ahead of time.
         eager: whether it holds only without CUDA graphs.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     fits: bool
     compact: int = 0
     away: str = "input"
+    late: bool = False
     eager: bool = False
 
     def summary(self) -> str:

@@ -26,7 +26,7 @@ from fastft.autograd.autocast import AutocastState
 from fastft.autograd.decoder_layer import Away, LayerCall, apply_layer
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import AWAY, goes_away, late
+from fastft.memory.costs import AWAY, goes_away
 from fastft.patching import levels, registry
 from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
 from fastft.patching.documents import DocumentMask
@@ -178,12 +178,15 @@ def _draw(projections: Sequence[Projection], device: torch.device) -> None:
             projection.dropout = Dropout(projection.dropout.p, seed, stream)  # type: ignore[union-attr]
 
 
-def _send_away(call: LayerCall, x: Tensor, mask: Any, most: str) -> None:
-    """Decide how much of an offloaded layer goes to host memory, `most` at the most (memory/costs.py)."""
-    longest = mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1]
-    pays: Away = goes_away(
+def _goes_away(call: LayerCall, x: Tensor, mask: Any, most: str) -> Away:
+    """How much of an offloaded layer goes to host memory, `most` at the most (memory/costs.py).
+
+    The plan knows rows, rounded up; documents in them may be so short that less pays. When it comes back is the plan's
+    to say, which has room for it then.
+    """
+    pays = goes_away(
         tokens=x.shape[0] * x.shape[1],
-        longest=longest,
+        longest=mask.documents.longest if isinstance(mask, DocumentMask) else x.shape[1],
         hidden=x.shape[2],
         query=call.heads.query * call.heads.dim,
         key_value=call.heads.key_value * call.heads.dim,
@@ -192,7 +195,7 @@ def _send_away(call: LayerCall, x: Tensor, mask: Any, most: str) -> None:
         compute_bytes=call.autocast.compute_dtype(x.dtype).itemsize,
         stream_bytes=x.element_size(),
     )
-    call.away, call.late = min(pays, most, key=AWAY.index), late(longest)  # type: ignore[assignment,arg-type]
+    return min(pays, most, key=AWAY.index)  # type: ignore[arg-type,return-value]
 
 
 def _better_packed(x: Tensor, projections: Sequence[Projection]) -> bool:
@@ -259,7 +262,8 @@ def fast_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: A
     cos, sin = kwargs["position_embeddings"]
     call.compact, call.observer = site.compact, observers.get(self)
     if call.level == "offload" and call.host is not None and site.away != "input":
-        _send_away(call, hidden_states, kwargs.get("attention_mask"), site.away)
+        call.away = _goes_away(call, hidden_states, kwargs.get("attention_mask"), site.away)
+        call.late = site.late
     captured = graphs.get(self) if torch.is_grad_enabled() else token_graphs.get(self) if has_cache(kwargs) else None
     if captured is not None and hidden_states.is_contiguous():
         y = captured.run(self, call, hidden_states, cos, sin)

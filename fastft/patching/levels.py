@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,13 +21,14 @@ from fastft.memory.offload import HostStore
 from fastft.memory.planner import LEVELS
 from fastft.memory.token_graphs import TokenGraphs
 from fastft.patching import registry, size_plans
+from fastft.patching.layer_costs import autocast_dtype
 from fastft.patching.registry import AUTO
 
 CHOICES = (AUTO, *LEVELS)
 _ROOM_NEEDED = "a batch of another shape needed the room of those there were"
 _stores: weakref.WeakKeyDictionary[nn.Module, HostStore] = weakref.WeakKeyDictionary()
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-_away: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], str]] = weakref.WeakKeyDictionary()
+_away: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[str, bool]]] = weakref.WeakKeyDictionary()
 _token_graphs: weakref.WeakKeyDictionary[nn.Module, TokenGraphs] = weakref.WeakKeyDictionary()
 
 
@@ -118,16 +120,17 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         )
         unplanned = ["recompute" if s.level == AUTO else s.level for s in sites]  # type: ignore[union-attr]
         levels: Sequence[str] = unplanned if plan is None else plan.levels
-        compact, eager, away = (0, False, "input") if plan is None else (plan.compact, plan.eager, plan.away)
+        compact, eager = (0, False) if plan is None else (plan.compact, plan.eager)
+        away, late = ("input", False) if plan is None else (plan.away, plan.late)
     else:
         compact, eager = 0, False
         levels = [s.level for s in sites]  # type: ignore[union-attr]
-        away = _away_of(backbone, layers, levels, shape) if "offload" in levels else "input"  # type: ignore[arg-type]
+        away, late = _away_of(backbone, layers, levels, shape)  # type: ignore[arg-type]
     for index, (layer_site, level) in enumerate(zip(sites, levels, strict=True)):
         # The last layer's input is wanted back as soon as it is gone.
         last = index == len(sites) - 1 and level == "offload"
         layer_site.assigned = "recompute" if last else level  # type: ignore[union-attr]
-        layer_site.compact, layer_site.away = compact, away  # type: ignore[union-attr]
+        layer_site.compact, layer_site.away, layer_site.late = compact, away, late  # type: ignore[union-attr]
     from fastft.patching import decoder_layer
 
     before = None
@@ -147,13 +150,19 @@ def assign(backbone: nn.Module, site: registry.Site, shape: tuple[int, int]) -> 
         graphs_of(backbone).release("what they keep is not let go, and the budget has no room for it beside offload")
 
 
-def _away_of(backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]) -> str:
-    """`size_plans.away_of` for levels that somebody named; asked once for a size."""
+def _away_of(
+    backbone: nn.Module, layers: list[nn.Module], levels: Sequence[str], shape: tuple[int, int]
+) -> tuple[str, bool]:
+    """`size_plans.away_of` for levels that somebody named; asked once for a size, count and dtype."""
+    count = levels[:-1].count("offload")  # the last layer recomputes
+    if not count:
+        return "input", False
     known, size = _away.setdefault(backbone, {}), size_plans.size_of(shape)
-    if size not in known:
+    asked = (size, count, autocast_dtype(next(layers[0].parameters()).device))
+    if asked not in known:
         host_held = _stores[backbone].host_bytes if backbone in _stores else 0
-        known[size] = size_plans.away_of(backbone, layers, size, levels.count("offload"), host_held)
-    return known[size]
+        known[asked] = size_plans.away_of(backbone, layers, size, count, host_held)
+    return known[asked]
 
 
 def level_of(site: registry.Site) -> str:

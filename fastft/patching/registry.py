@@ -36,6 +36,7 @@ class Site:
         pinned: the level the user named explicitly (checkpointing switched on or off leaves it), or None.
         compact: rows of the small tiles that the planner has the MLP run in; 0 for the usual ones.
         away: the most that an offloaded layer leaves in host memory (`LayerCall.away`).
+        late: when that comes back (`LayerCall.late`).
         assigned: the level it runs at, as far as the planner has a say in it (patching/levels.py).
         reason: why it can never run fast (known when planned), or None.
         strict: raise where the part would run stock.
@@ -66,6 +67,7 @@ class Site:
     assigned: str | None = None
     compact: int = 0
     away: str = "input"
+    late: bool = False
     reason: str | None = None
     strict: bool = False
     fast_runs: int = 0

@@ -226,10 +226,17 @@ def _make(
 ) -> Plan:
     """The best plan over the costs of all ways to run a layer."""
     plans = [
-        replace(_make_one(memory, device, sites, one, base, host_budget), compact=one.compact, away=one.away)
+        replace(
+            _make_one(memory, device, sites, one, base, host_budget), compact=one.compact, away=one.away, late=one.late
+        )
         for one in costs
     ]
-    return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))
+
+    def rank(plan: Plan) -> tuple[bool, float, int]:
+        # Where nothing fits, host memory comes first: one that is overdrawn ends the process.
+        return not plan.fits, plan.seconds if plan.fits else max(0, plan.host - host_budget), plan.peak
+
+    return min(plans, key=rank)
 
 
 def _make_one(
@@ -266,7 +273,7 @@ def _needs_eager(plan: Plan, costs: Sequence[StepCosts], base: int) -> bool:
 
 def away_of(
     backbone: nn.Module, layers: Sequence[nn.Module], size: tuple[int, int], count: int, host_held: int
-) -> Away:
+) -> tuple[Away, bool]:
     """How much `count` layers that were told to offload leave in host memory: what pays, and what it has room for.
 
     Args:
@@ -275,11 +282,15 @@ def away_of(
         size: tokens in a batch and in a row (`size_of`).
         count: how many offload.
         host_held: bytes of host memory that the model's store has already.
+
+    Returns:
+        How much, and whether it comes back late.
     """
     room = _host_budget(host_held)
     found = _carried(costs_of(backbone, layers, *size))
-    fitting = [one.away for one in found if count * one.levels["offload"].host <= room]
-    return max(fitting, key=AWAY.index, default="input")
+    fitting = [one for one in found if count * one.levels["offload"].host <= room]
+    most = max(fitting, key=lambda one: AWAY.index(one.away), default=None)
+    return ("input", False) if most is None else (most.away, most.late)
 
 
 def size_of(shape: tuple[int, int]) -> tuple[int, int]:

@@ -291,6 +291,19 @@ def test_an_offloaded_layer_s_attention_runs_once(
     assert store.in_flight == 0
 
 
+def test_attention_runs_twice_where_saved_tensor_hooks_are_forbidden() -> None:
+    """As in `torch.autograd.graph.disable_saved_tensors_hooks`: no hook, no emptied graph."""
+    call, x, angles, grad = draw_case(torch.float32, torch.float32)
+    call, seen = count_attention(call, fused_attention)
+    expected = run_fast(call, x, angles, grad, False, "keep")
+    for away in ("attention", "half"):
+        seen.clear()
+        with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+            found = run_fast(replace(call, host=HostStore(), away=away), x, angles, grad, False, "offload")
+        assert len(seen) == 2
+        assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
+
+
 def test_an_offloaded_half_runs_no_product_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """But gate and up, as at level lean."""
     call, x, angles, grad = draw_case(torch.float32, torch.float32)

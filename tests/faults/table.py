@@ -813,8 +813,50 @@ _AUTOGRAD = [
             (
                 "nothing_large_is_held_before_and_after_a_backward[fused]",
                 "Q, K and V held from one backward to the next",
-                "            self._slots.given, self._slots.kept = (), ()",
-                "            pass",
+                "                slots.given, slots.kept = before",
+                "                pass",
+            ),
+            (
+                "two_backwards_may_be_under_way_at_once",
+                "a thread's backward empties another's",
+                "with slots.lock:",
+                "if True:",
+            ),
+            (
+                "a_backward_inside_another_leaves_it_what_it_was_given",
+                "a backward empties the one around it",
+                "before = slots.given, slots.kept",
+                "before = ((), ())",
+            ),
+            (
+                "an_output_so_small_that_it_stays_goes_with_its_owner[fused]",
+                "a cycle through autograd's node",
+                "return tensor.detach()",
+                "return tensor",
+            ),
+            (
+                "many_small_tensors_are_as_much_as_a_large_one",
+                "small tensors each for itself",
+                "if self._small + held <= _SMALL:",
+                "if held <= _SMALL:",
+            ),
+            (
+                "a_small_view_does_not_hold_the_large_tensor_it_is_of",
+                "a view taken for what it shows",
+                "held = tensor.untyped_storage().nbytes()",
+                "held = tensor.nbytes",
+            ),
+            (
+                "there_is_no_graph_where_attention_saves_what_host_memory_does_not_take[elsewhere]",
+                "tensors of other devices kept",
+                "_dense(tensor) and tensor.device == flat.device",
+                "_dense(tensor)",
+            ),
+            (
+                "an_output_with_gaps_between_its_rows_is_kept_without_them",
+                "an output with gaps",
+                ".to(query.dtype).contiguous()",
+                ".to(query.dtype)",
             ),
             (
                 "nothing_large_is_held_before_and_after_a_backward[fused]",
@@ -1456,6 +1498,12 @@ _MEMORY = [
         _LEVELS,
         [
             (
+                "where_nothing_fits_the_host_is_not_overdrawn_for_more_than_x[59-input]",
+                "where nothing fits, host memory does not count",
+                "max(0, plan.host - host_budget)",
+                "0.0",
+            ),
+            (
                 "a_step_above_the_budget_is_planned_again",
                 "what a step used is not learned from",
                 "memory.correction += error",
@@ -1488,7 +1536,7 @@ _MEMORY = [
             (
                 "small_tiles_where_they_let_better_levels_fit",
                 "small tiles never chosen",
-                "return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else 0.0, plan.peak))",
+                "return min(plans, key=rank)",
                 "return plans[0]",
             ),
             (
@@ -1509,6 +1557,12 @@ _MEMORY = [
                 "call.compact, call.observer = site.compact,",
                 "call.compact, call.observer = False,",
             ),
+            (
+                "what_is_in_host_memory_comes_back_when_the_plan_has_room_for_it[256-False]",
+                "what is in host memory comes back early, whatever was planned",
+                "call.late = site.late",
+                "call.late = False",
+            ),
         ],
     ),
     *_faults(
@@ -1520,6 +1574,12 @@ _MEMORY = [
                 "nobody settles the store",
                 'if level == "offload" or before == "offload":',
                 'if level == "offload":',
+            ),
+            (
+                "naming_other_levels_asks_anew_whether_the_host_has_room",
+                "room for one layer taken for room for all",
+                "asked = (size, count,",
+                "asked = (size,",
             ),
         ],
     ),

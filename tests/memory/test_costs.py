@@ -302,6 +302,7 @@ def test_what_goes_to_host_memory_is_what_the_link_carries_and_pays(
     )  # fmt: skip
     assert found == expected
     assert costs(shape, tokens, longest=longest).away == expected
+    assert costs(shape, tokens, longest=longest).late == (longest == 65536)
 
 
 @pytest.mark.parametrize("longest", [32768, 65536])

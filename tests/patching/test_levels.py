@@ -23,6 +23,7 @@ from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.captures import CUBLAS_WORKSPACE
 from fastft.memory.costs import StepCosts, with_gradients
+from fastft.memory.offload import Parcel
 from fastft.memory.planner import LevelCost, make_plan
 from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
@@ -994,6 +995,60 @@ def test_a_plan_s_offload_is_what_the_host_has_room_for(host: int, away: str, de
     )
     assert found.levels == ("offload",) * 3 + ("recompute",)
     assert found.fits
+    assert found.away == away
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("late_from", [256, 257])
+def test_what_is_in_host_memory_comes_back_when_the_plan_has_room_for_it(
+    late_from: int, named: bool, once_pays: None, device: Device, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 13 tokens is planned for as one of 256; and documents may be shorter than their row."""
+    monkeypatch.setattr(memory_costs, "_LATE_FROM", late_from)
+    wanted = ["offload"] * (LAYERS - 1) + ["lean"]
+    model = build(wanted if named else "auto")
+    device.limit = tight(model, batch, wanted)
+    seen, add = [], Parcel.add
+    monkeypatch.setattr(Parcel, "add", lambda *parts, ahead: seen.append(ahead) or add(*parts, ahead=ahead))
+    step(model, batch)
+    assert seen == [late_from == 257] * (LAYERS - 1)
+
+
+def test_the_last_layer_needs_no_room_in_host_memory(
+    once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("offload")
+    found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
+    assert found is not None
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: (LAYERS - 1) * found[0].levels["offload"].host)
+    assert attention_calls(model, batch) == [1] * (LAYERS - 1) + [2]
+
+
+def test_naming_other_levels_asks_anew_whether_the_host_has_room(
+    once_pays: None, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for one layer's output is not room for that of all."""
+    model = build(["offload"] + ["keep"] * (LAYERS - 1))
+    found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
+    assert found is not None
+    least = min(one.levels["offload"].host for one in found if one.away == "attention")
+    monkeypatch.setattr(size_plans, "_host_budget", lambda held: least)
+    assert attention_calls(model, batch) == [1] * LAYERS
+    fastft.patch(model, memory_levels=["offload"] * (LAYERS - 1) + ["keep"])
+    assert attention_calls(model, batch) == [2] * (LAYERS - 1) + [1]
+    fastft.patch(model, memory_levels=["offload"] + ["keep"] * (LAYERS - 1))
+    assert attention_calls(model, batch) == [1] * LAYERS
+
+
+@pytest.mark.parametrize(("host", "away"), [(60, "attention"), (59, "input"), (29, "input")])
+def test_where_nothing_fits_the_host_is_not_overdrawn_for_more_than_x(host: int, away: str, device: Device) -> None:
+    """Layers that were told to offload do so in any plan: then the smaller way to is the better one."""
+    kinds = {"attention": LevelCost(0, 10, 20, 4.0), "input": LevelCost(0, 10, 10, 6.0)}
+    others = {level: LevelCost(900, 0, 0, 0.0) for level in ("keep", "lean", "recompute")}
+    costs = [StepCosts(others | {"offload": cost}, 0, 0, away=kind) for kind, cost in kinds.items()]  # type: ignore[arg-type]
+    told = sites(build([*["offload"] * 3, "keep"], layers=4), "decoder layer")
+    found = size_plans._make(size_plans.Memory(budget=150), CUDA, told, costs, 0, host)
+    assert not found.fits
     assert found.away == away
 
 
