@@ -31,6 +31,7 @@ __all__ = [
     "Memory",
     "SizePlan",
     "device_of",
+    "host_budget",
     "learn",
     "offloads_once",
     "plan_for",
@@ -186,7 +187,7 @@ def _fresh(
     if not memory.accumulates:
         of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
         costs = [with_gradients(one, of_a_layer) for one in costs]
-    plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+    plan = _make(memory, device, sites, costs, start + gradients, host_budget(host_held))
     if buffers:
         plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
     return plan, start, gradients, buffers
@@ -280,7 +281,7 @@ def offloads_once(
         host_held: bytes of host memory that the model's store has already.
     """
     costs = costs_of(backbone, layers, *size)
-    if costs is None or count * costs[0].levels["offload"].host > _host_budget(host_held):
+    if costs is None or count * costs[0].levels["offload"].host > host_budget(host_held):
         return None
     return costs[0].once
 
@@ -291,7 +292,7 @@ def size_of(shape: tuple[int, int]) -> tuple[int, int]:
     return tokens, min(-(-shape[1] // _SIZE_STEP) * _SIZE_STEP, tokens)
 
 
-def _host_budget(held: int) -> int:
+def host_budget(held: int) -> int:
     """Three quarters of the host's memory that is free or in the model's store, shared among the host's processes."""
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # torchrun's
     return (device_memory(torch.device("cpu")).limit // processes + held) * 3 // 4

@@ -1204,6 +1204,18 @@ _MEMORY = [
                 "if True:",
             ),
             (
+                "buffers_of_other_sizes_go_where_the_host_has_no_room_beside_them",
+                "buffers of all sizes kept",
+                "while self._free and self.host_bytes + size > limit:",
+                "while False:",
+            ),
+            (
+                "buffers_of_other_sizes_go_where_the_host_has_no_room_beside_them",
+                "buffers of other sizes given back though there is room",
+                "while self._free and self.host_bytes + size > limit:",
+                "while self._free:",
+            ),
+            (
                 "what_was_added_is_no_link_of_the_chain",
                 "the chain broken by what was added",
                 "self._store._send(tensors, None)",
