@@ -22,7 +22,8 @@ Three things keep memory in hand.
   forward until `settle`, and in the backward.
 - Host buffers have the exact size, in pages. torch's own pinned memory is rounded up to a power of two.
 - A parcel's buffer returns to the pool when the parcel dies, with the event of the last copy that used it, and the next
-  copy into it waits for that event on its stream. Steps of equal shape pin nothing after the first.
+  copy into it waits for that event on its stream. Steps of equal shape pin nothing after the first; steps of other
+  shapes keep their buffers side by side, as far as the host has room.
 
 Not for use while a CUDA graph is captured: a replayed copy would not know whose buffer it writes.
 """
@@ -35,7 +36,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,14 @@ class HostStore:
     one: parcels belong to a graph, which is not copied either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Callable[[int], int] | None = None) -> None:
+        """
+        Args:
+            limit: the most host bytes that are to be held, given how many are; asked when a buffer is to be made.
+                Free buffers that do not fit go first; those in use stay, so that it may be passed.
+        """
         self._lock = threading.Lock()
+        self._limit = limit
         self._lanes: dict[torch.device, _Lanes] = {}
         self._leaving: collections.deque[_Leaving] = collections.deque()
         self._free: list[_HostBuffer] = []
@@ -205,15 +212,19 @@ class HostStore:
             buffer = min(fitting, key=lambda b: b.nbytes)  # the first of equals: free the longest, its copies are done
             self._free.remove(buffer)
             return buffer
+        if self._free and self._limit is not None:
+            limit = self._limit(self.host_bytes)
+            while self._free and self.host_bytes + size > limit:
+                self._free.pop(0).close()
         buffer = _HostBuffer(size, device if pinned else None)
         self._buffers.add(buffer)
         return buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
-        return HostStore()
+        return HostStore(self._limit)
 
-    def __reduce__(self) -> tuple[type[HostStore], tuple[()]]:
-        return HostStore, ()
+    def __reduce__(self) -> tuple[type[HostStore], tuple[Callable[[int], int] | None]]:
+        return HostStore, (self._limit,)
 
 
 class Parcel:

@@ -176,7 +176,7 @@ def store_of(backbone: nn.Module) -> HostStore:
     """The model's host memory for level offload."""
     store = _stores.get(backbone)
     if store is None:
-        store = _stores[backbone] = HostStore()
+        store = _stores[backbone] = HostStore(size_plans.host_budget)
     return store
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "SizePlan",
     "away_of",
     "device_of",
+    "host_budget",
     "learn",
     "plan_for",
     "size_of",
@@ -188,7 +189,7 @@ def _fresh(
     if not memory.accumulates:
         of_a_layer = min(_leaf_bytes(layers[0]), _leaf_bytes(layers[-1]))
         costs = [with_gradients(one, of_a_layer) for one in costs]
-    plan = _make(memory, device, sites, costs, start + gradients, _host_budget(host_held))
+    plan = _make(memory, device, sites, costs, start + gradients, host_budget(host_held))
     if buffers:
         plan = replace(plan, eager=_needs_eager(plan, costs, start + gradients + memory.correction))
     return plan, start, gradients, buffers
@@ -286,7 +287,7 @@ def away_of(
     Returns:
         How much, and whether it comes back late.
     """
-    room = _host_budget(host_held)
+    room = host_budget(host_held)
     found = _carried(costs_of(backbone, layers, *size))
     fitting = [one for one in found if count * one.levels["offload"].host <= room]
     most = max(fitting, key=lambda one: AWAY.index(one.away), default=None)
@@ -299,7 +300,7 @@ def size_of(shape: tuple[int, int]) -> tuple[int, int]:
     return tokens, min(-(-shape[1] // _SIZE_STEP) * _SIZE_STEP, tokens)
 
 
-def _host_budget(held: int) -> int:
+def host_budget(held: int) -> int:
     """Three quarters of the host's memory that is free or in the model's store, shared among the host's processes."""
     return (device_memory(torch.device("cpu")).limit // _processes() + held) * 3 // 4
 

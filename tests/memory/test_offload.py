@@ -226,6 +226,20 @@ def test_the_smallest_buffer_that_fits_is_taken() -> None:
     assert store.host_bytes == 15 * PAGE
 
 
+def test_buffers_of_other_sizes_go_where_the_host_has_no_room_beside_them() -> None:
+    """A plan counts what the store holds as room: what is free and does not fit must not come on top of it."""
+    store, seen = HostStore(lambda held: 75 * PAGE), []
+    for size in (3, 6, 3, 6, 9, 3):
+        held = [store.put(pages(size)) for _ in range(8)]
+        seen.append(store.host_bytes // PAGE)
+        del held
+    side_by_side = 8 * (3 + 6)
+    assert seen == [24, side_by_side, side_by_side, side_by_side, 72, 69]
+    held = [store.put(pages(9)) for _ in range(9)]
+    assert store.host_bytes == 9 * 9 * PAGE, "what is in use stays"
+    del held
+
+
 def test_release_gives_free_memory_back_and_the_rest_with_its_parcels() -> None:
     store = HostStore()
     tensor = pages(3)

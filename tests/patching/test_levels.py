@@ -925,13 +925,13 @@ def test_host_memory_is_shared_by_the_processes_of_a_host(batch: Batch, monkeypa
     free = 10**9
     monkeypatch.setattr(size_plans, "device_memory", lambda _: DeviceMemory(2 * free, free, 0))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert size_plans._host_budget(0) == free * 3 // 4
+    assert size_plans.host_budget(0) == free * 3 // 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert size_plans._host_budget(0) == free // 4 * 3 // 4
+    assert size_plans.host_budget(0) == free // 4 * 3 // 4
     step(model, batch)
     held = levels.store_of(body).host_bytes
     assert held > 0
-    assert size_plans._host_budget(held) == (free // 4 + held) * 3 // 4
+    assert size_plans.host_budget(held) == (free // 4 + held) * 3 // 4
 
 
 @pytest.fixture
@@ -951,7 +951,7 @@ def test_named_offload_sends_away_what_the_host_has_room_for(
     assert found is not None
     assert [one.away for one in found] == ["half"] * 3 + ["input"] * 3 + ["attention"] * 3
     needed = max(one.levels["offload"].host for one in found if one.away == away) * (LAYERS - 1)
-    monkeypatch.setattr(size_plans, "_host_budget", lambda held: needed)
+    monkeypatch.setattr(size_plans, "host_budget", lambda held: needed)
     assert attention_calls(model, batch) == [2 if away == "input" else 1] * (LAYERS - 1) + [1]
     assert {site.away for site in sites(model, "decoder layer")} == {away}
     assert_equal_steps(step(kept, batch), step(model, batch))
@@ -1020,8 +1020,9 @@ def test_the_last_layer_needs_no_room_in_host_memory(
     model = build("offload")
     found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
     assert found is not None
-    monkeypatch.setattr(size_plans, "_host_budget", lambda held: (LAYERS - 1) * found[0].levels["offload"].host)
+    monkeypatch.setattr(size_plans, "host_budget", lambda held: (LAYERS - 1) * found[0].levels["offload"].host)
     assert attention_calls(model, batch) == [1] * (LAYERS - 1) + [2]
+    assert {site.away for site in sites(model, "decoder layer")} == {found[0].away}
 
 
 def test_naming_other_levels_asks_anew_whether_the_host_has_room(
@@ -1032,7 +1033,7 @@ def test_naming_other_levels_asks_anew_whether_the_host_has_room(
     found = layer_costs.costs_of(backbone(model), list(decoder_layers(model)), 256, 256)
     assert found is not None
     least = min(one.levels["offload"].host for one in found if one.away == "attention")
-    monkeypatch.setattr(size_plans, "_host_budget", lambda held: least)
+    monkeypatch.setattr(size_plans, "host_budget", lambda held: least)
     assert attention_calls(model, batch) == [1] * LAYERS
     fastft.patch(model, memory_levels=["offload"] * (LAYERS - 1) + ["keep"])
     assert attention_calls(model, batch) == [2] * (LAYERS - 1) + [1]
@@ -1069,6 +1070,21 @@ def test_offloaded_layers_share_the_model_s_store(batch: Batch) -> None:
         step(model, batch)
     assert store(model).host_bytes == held
     assert store(model).in_flight == 0
+
+
+def test_the_store_keeps_to_what_the_host_has_room_for(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of short batches make room for those of long ones, which a plan may give all there is."""
+    room = [10**9]
+    monkeypatch.setattr(size_plans, "host_budget", lambda held: room[0])
+    model = build("offload")
+    step(model, {name: row.repeat(2, 1) for name, row in batch.items()})
+    more = store(model).host_bytes
+    fastft.release_memory(model)
+    step(model, batch)
+    assert 0 < store(model).host_bytes < more
+    room[0] = more
+    step(model, {name: row.repeat(2, 1) for name, row in batch.items()})
+    assert store(model).host_bytes == more
 
 
 def test_unpatch_gives_host_memory_back(batch: Batch) -> None:
