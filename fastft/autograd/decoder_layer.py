@@ -24,113 +24,22 @@ attention callable ride in `LayerCall`, read once, in the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastft.autograd import attention_half, mlp_half
-from fastft.autograd.attention_half import Attended, Attention, Heads, Norm, SavedIn
-from fastft.autograd.autocast import AutocastState, suspended
-from fastft.autograd.emptied_graph import EmptiedGraph
+from fastft.autograd.attention_half import Attended
+from fastft.autograd.autocast import suspended
 from fastft.autograd.first_order import first_order
+from fastft.autograd.host_layer import HostLayer
+from fastft.autograd.layer_call import N_ATTENTION, N_SAVED, NORMS, Attend, AttentionSaved, LayerCall
 from fastft.autograd.products import Products, products, to_leaf_dtypes
-from fastft.autograd.projection import LEAVES, Projection, flatten_leaves, restore_leaves
-from fastft.autograd.stretches import Views, stretches
+from fastft.autograd.projection import LEAVES
 from fastft.kernels.rms_norm import rms_norm, rms_norm_backward
-
-Level = Literal["keep", "lean", "recompute", "offload"]
-Away = Literal["input", "attention", "half"]  # in host memory: x; and O, statistics; and all that *lean* keeps
-Attend = Callable[[SavedIn], Attended]
-NORMS = 4  # input, post-attention, query, key
-
-
-@dataclass(slots=True)
-class LayerCall:
-    """A decoder layer as it stands at this call: everything but x, cos and sin."""
-
-    input_norm: Norm
-    post_norm: Norm
-    head_norms: tuple[Norm, Norm] | None
-    qkv: tuple[Projection, Projection, Projection]
-    output: Projection
-    gate_up: tuple[Projection, Projection]
-    down: Projection
-    heads: Heads
-    attention: Attention
-    autocast: AutocastState
-    level: Level = "keep"
-    compact: int = 0  # rows of the MLP's small tiles; 0 for the usual ones
-    host: HostStore | None = None  # for level offload; without one it is recompute
-    away: Away = "input"  # what level offload leaves there
-    late: bool = False  # what is there beside x comes back when its layer is reached, not ahead of time
-    attention_key: tuple[Any, ...] | None = None  # what `attention` depends on besides Q, K, V; None: more than that
-    observer: Callable[[], None] | None = None  # called when a backward ends
-
-    @property
-    def projections(self) -> list[Projection]:
-        """The seven, in the order of their leaves."""
-        return [*self.qkv, self.output, *self.gate_up, self.down]
-
-    @property
-    def norms(self) -> list[Norm | None]:
-        """The four norms, in the order of their leaves."""
-        return [self.input_norm, self.post_norm, *(self.head_norms or (None, None))]
-
-    def leaves(self) -> list[Tensor | None]:
-        """Tensors a gradient can flow to: four norm weights, then four per projection."""
-        norms = [n.weight if n is not None and n.weight.requires_grad else None for n in self.norms]
-        return norms + flatten_leaves(self.projections)
-
-    @property
-    def seed(self) -> Tensor | None:
-        """The seed `[1]` of the dropouts of adapters' inputs, one for the layer; None where there are none."""
-        return next((p.dropout.seed for p in self.projections if p.dropout is not None), None)
-
-    def with_leaves(self, leaves: list[Tensor | None]) -> LayerCall:
-        """The same call over leaves as autograd hands them back."""
-        norms = [
-            n if n is None or w is None else replace(n, weight=w)
-            for n, w in zip(self.norms, leaves[:NORMS], strict=True)
-        ]
-        q, k, v, o, gate, up, down = restore_leaves(self.projections, leaves[NORMS:])
-        head_norms = None if self.head_norms is None else (norms[2], norms[3])
-        return replace(
-            self,
-            input_norm=norms[0],
-            post_norm=norms[1],
-            head_norms=head_norms,
-            qkv=(q, k, v),
-            output=o,
-            gate_up=(gate, up),
-            down=down,
-        )
-
-
-class AttentionSaved(NamedTuple):
-    """What levels *keep* and *lean* save besides x."""
-
-    into: SavedIn
-    attended: Tensor  # [tokens, heads · head_dim]
-    out_low_rank: Tensor | None  # O Aᵀ of the output projection
-    h: Tensor  # [tokens, hidden]
-    inverse_rms: Tensor  # [tokens]
-
-    def flatten(self) -> list[Tensor | None]:
-        """A flat list for `save_for_backward`."""
-        return [*self.into, *self[1:]]
-
-    @classmethod
-    def restore(cls, flat: Sequence[Tensor | None]) -> AttentionSaved:
-        """The inverse of `flatten`."""
-        inner = len(SavedIn._fields)
-        return cls(SavedIn(*flat[:inner]), *flat[inner:])  # type: ignore[arg-type]
-
-
-N_ATTENTION = len(SavedIn._fields) + len(AttentionSaved._fields) - 1
-N_SAVED = {"keep": N_ATTENTION + len(mlp_half.Saved._fields), "lean": N_ATTENTION, "recompute": 0, "offload": 0}
 
 
 @dataclass(slots=True)
@@ -385,69 +294,6 @@ def _attention(call: LayerCall, with_graph: bool) -> Attend:
     return lambda into: attention_half.attend(into, call.attention, call.autocast, with_graph)
 
 
-class HostStore(Protocol):
-    """Where level *offload* leaves x (memory/offload.py)."""
-
-    def put(self, tensor: Tensor) -> Any:
-        """Start copying `tensor` to host memory; the returned parcel's `get()` brings it back.
-
-        Its `add(*tensors, ahead=…)` takes more, which `added()` brings back.
-        """
-
-
-class FromHost(NamedTuple):
-    """An offloaded layer's x, and what spares its backward work."""
-
-    x: Tensor
-    saved: AttentionSaved | None = None  # None: the attention half runs again
-    attended: Attended | None = None
-    attend: Attend | None = None  # what attention would give; None: attention runs again
-
-
-class _HostLayer:
-    """What an offloaded layer has in host memory."""
-
-    __slots__ = ("_call", "_graph", "_parcel", "_statistics", "_views")
-
-    def __init__(self, call: LayerCall, x: Tensor) -> None:
-        assert call.host is not None
-        self._parcel, self._call = call.host.put(x), call
-        self._graph: EmptiedGraph | None = None
-        self._statistics: list[Tensor] = []  # on their way to `stow`
-        self._views: Views | None = None
-
-    def attend(self, into: SavedIn) -> Attended:
-        """The forward's attention; its output leaves at once, beside the rest of the layer, unless `stow` takes it."""
-        attended, self._graph = attention_half.attend_once(into, self._call.attention, self._call.autocast)
-        if self._graph is not None:
-            output, *statistics = self._graph.take()
-            if self._call.away == "half":
-                self._statistics = statistics
-            else:
-                self._parcel.add(output, *statistics, ahead=not self._call.late)
-        return attended
-
-    def stow(self, saved: AttentionSaved) -> None:
-        """The attention half leaves, beside the MLP."""
-        whole, self._views = stretches([*saved.flatten(), *self._statistics])
-        self._statistics = []
-        self._parcel.add(*whole, ahead=not self._call.late)
-
-    def get(self, retain: bool) -> FromHost:
-        """All of it; `retain`: there may be another backward."""
-        x, graph = self._parcel.get(), self._graph
-        if self._views is not None:
-            tensors = self._views.over(self._parcel.added())
-            saved = AttentionSaved.restore(tensors[:N_ATTENTION])
-            if graph is None:
-                return FromHost(x, saved)
-            kept = [saved.attended, *tensors[N_ATTENTION:]]
-            return FromHost(x, saved, attention_half.refilled(saved.into, graph, kept, retain))  # type: ignore[arg-type]
-        if graph is None:
-            return FromHost(x)
-        return FromHost(x, attend=lambda into: attention_half.refilled(into, graph, self._parcel.added(), retain))
-
-
 class _DecoderLayer(torch.autograd.Function):
     """Autograd shell. In a Function's forward `needs_input_grad` is always True and grad mode off: callers decide."""
 
@@ -456,7 +302,7 @@ class _DecoderLayer(torch.autograd.Function):
         # Ambient autocast stays on: every product's operands are in its dtype already, and attention is to see it.
         level = call.level
         keeps_attention = level in ("keep", "lean")
-        away = _HostLayer(call, x) if level == "offload" and call.host is not None else None  # beside the forward
+        away = HostLayer(call, x) if level == "offload" and call.host is not None else None  # beside the forward
         attend = away.attend if away is not None and call.away != "input" else None
         stow = away.stow if away is not None and call.away == "half" else None
         y, saved, mlp, attended = forward(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastft.autograd.decoder_layer import LayerCall
+from fastft.autograd.layer_call import LayerCall
 from fastft.autograd.projection import Projection
 from fastft.kernels.document_attention import Documents
 from fastft.kernels.nf4 import QuantizedWeight

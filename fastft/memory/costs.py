@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastft.autograd.decoder_layer import Away
+from fastft.autograd.layer_call import Away
 from fastft.autograd.mlp_half import tile_rows
 from fastft.memory.planner import LevelCost
 

@@ -40,8 +40,8 @@ from fastft.autograd import decoder_layer as node
 from fastft.autograd import mlp_half
 from fastft.autograd.attention_half import Attended
 from fastft.autograd.autocast import suspended
-from fastft.autograd.decoder_layer import LayerCall
 from fastft.autograd.first_order import first_order
+from fastft.autograd.layer_call import AttentionSaved, LayerCall
 from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import DocumentAttention, Documents, takes_varlen
 from fastft.memory.captures import Angles, Boundaries, Tape, call_key, pays, weights_of, with_seed
@@ -98,7 +98,7 @@ class _LayerGraph:
             shared.leaf_grads[layout] = torch.empty(total, dtype=wanted[0].dtype, device=x.device)
         self._flat = shared.leaf_grads.get(layout)
         self._sizes = [leaf.numel() for leaf in wanted]
-        self._saved: node.AttentionSaved | None = None
+        self._saved: AttentionSaved | None = None
         self._mlp: mlp_half.Saved | None = None
         self._attended: Attended | None = None
         self._attention_graph: Any = None

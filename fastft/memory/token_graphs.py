@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fastft.autograd import attention_half
 from fastft.autograd import decoder_layer as node
 from fastft.autograd.attention_half import SavedIn
-from fastft.autograd.decoder_layer import LayerCall
+from fastft.autograd.layer_call import LayerCall
 from fastft.autograd.products import products
 from fastft.memory.captures import Angles, Tape, call_key, pays, weights_of
 

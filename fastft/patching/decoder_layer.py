@@ -23,7 +23,8 @@ from torch.nn.modules import module as torch_module
 
 from fastft.autograd.attention_half import Heads, Norm
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import Away, LayerCall, apply_layer
+from fastft.autograd.decoder_layer import apply_layer
+from fastft.autograd.layer_call import Away, LayerCall
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import AWAY, goes_away

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastft.autograd.decoder_layer import Away
+from fastft.autograd.layer_call import Away
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.captures import CUBLAS_WORKSPACE, pays
 from fastft.memory.costs import AWAY, StepCosts, with_gradients, without_graphs

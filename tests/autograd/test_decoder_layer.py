@@ -14,7 +14,8 @@ from fastft.autograd import decoder_layer as node
 from fastft.autograd import emptied_graph
 from fastft.autograd.attention_half import Attention, Heads
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import Away, LayerCall, Level, apply_layer
+from fastft.autograd.decoder_layer import apply_layer
+from fastft.autograd.layer_call import Away, LayerCall, Level
 from fastft.autograd.projection import Projection
 from fastft.kernels.backend import interpreting
 from fastft.memory.offload import HostStore

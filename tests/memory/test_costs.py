@@ -13,7 +13,8 @@ from torch import Tensor
 import fastft
 from fastft.autograd.attention_half import Heads
 from fastft.autograd.autocast import AutocastState
-from fastft.autograd.decoder_layer import LayerCall, apply_layer
+from fastft.autograd.decoder_layer import apply_layer
+from fastft.autograd.layer_call import LayerCall
 from fastft.autograd.mlp_half import TILE_BYTES
 from fastft.kernels.nf4 import QuantizedWeight
 from fastft.memory.costs import AWAY, LayerShape, StepCosts, goes_away, step_costs, with_gradients, without_graphs
