@@ -7,7 +7,7 @@ intermediate size:
     saved     keep      x s·h, Q K V e(q + 2kv), O e·q, attention's statistics 4 per head, h s·h, two 1/rms, G U 2e·i,
                         and X Aᵀ of each product with adapters, e·rank
               lean      the same without G and U and the MLP's X Aᵀ
-              recompute x;   offload: nothing (x is in host memory, and more if that pays: `goes_away`)
+              recompute x;   offload: nothing (x is in host memory, and more if that pays: away.py)
     working   the larger of two moments of a layer's backward: the MLP's tile with everything the attention half still
               holds for its own backward, and attention's backward with its workspace
 
@@ -21,25 +21,15 @@ from dataclasses import dataclass, replace
 
 from fastft.autograd.layer_call import Away
 from fastft.autograd.mlp_half import tile_rows
+from fastft.memory.away import AWAY, goes_away, late, offload_cost
 from fastft.memory.planner import LevelCost
 
-__all__ = ["AWAY", "LayerShape", "StepCosts", "goes_away", "late", "step_costs", "with_gradients", "without_graphs"]
+__all__ = ["LayerShape", "StepCosts", "step_costs", "with_gradients", "without_graphs"]
 
-AWAY: tuple[Away, ...] = ("input", "attention", "half")  # from the least to the most
 _STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
-_HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
-_BUSY_OPERATIONS = (
-    1.5e12  # of a layer's forward: from here on the device is busy and the host's time hidden (H200: 2.5 ms)
-)
 _EAGER_OPERATIONS = 2e12  # where graphs pay, a layer that runs without one costs the host 3 milliseconds more
 _TILE_OPERATIONS = 3e10  # a further tile of the MLP costs a layer 50 microseconds: launches, products' last waves
-_HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
-_LINK_OPERATIONS = (
-    12e3  # what a device does while a byte crosses to host memory (H200: 650e12 over 50e9 a second; less elsewhere)
-)
-_ONCE_OPERATIONS = 3e10  # attention's emptied graph and two more copies cost the host 50 microseconds
-_LATE_FROM = 65536  # tokens a row: attention takes many times as long as its output's way back, which need not be early
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +80,6 @@ class StepCosts:
     compact: int = 0  # as they were asked for
     away: Away = "input"  # what of an offloaded layer is in host memory
     late: bool = False  # and comes back when that is reached, not ahead of time
-
-
-def goes_away(
-    *,
-    tokens: int,
-    longest: int,
-    hidden: int,
-    query: int,
-    key_value: int,
-    heads: int,
-    intermediate: int,
-    compute_bytes: int,
-    stream_bytes: int,
-) -> Away:
-    """How much of an offloaded layer goes to host memory beside x, instead of being made again.
-
-    The most that stays hidden behind the layer's own forward, and saves more time than it costs.
-
-    Args:
-        tokens: in a batch.
-        longest: length of a row, or of the longest document.
-        hidden: width of the residual stream.
-        query: heads · head_dim.
-        key_value: key/value heads · head_dim.
-        heads: query heads.
-        intermediate: columns of gate, up.
-        compute_bytes: element size of the products' dtype.
-        stream_bytes: element size of the residual stream.
-    """
-    stream = stream_bytes * hidden  # a token, as all that follows
-    output = compute_bytes * query + _STATISTIC * heads
-    half = compute_bytes * (query + 2 * key_value) + stream  # Q, K, V, h
-    attention = 2.0 * longest * query
-    products = 4.0 * hidden * (query + key_value)  # of the attention half
-    forward = products + 6.0 * hidden * intermediate + attention
-    if forward < _LINK_OPERATIONS * (stream + output):
-        return "input"
-    if tokens * (attention - _HOST_COPY_OPERATIONS * output) < _ONCE_OPERATIONS:
-        return "input"
-    if late(longest) or forward < _LINK_OPERATIONS * (stream + output + half):
-        return "attention"
-    return "attention" if tokens * (products - _HOST_COPY_OPERATIONS * half) < _ONCE_OPERATIONS else "half"
-
-
-def late(longest: int) -> bool:
-    """Whether rows are so long that one tensor less on the device matters more than waiting for it."""
-    return longest >= _LATE_FROM
 
 
 def step_costs(
@@ -199,9 +142,10 @@ def step_costs(
     kept_working = max(around_mlp, around_attention + output_weight, around_attention + projected + qkv_weight)
     recompute_working = max(around_mlp + made_again, around_attention + attention + narrow + qkv_weight)
 
-    half_operations = 2 * tokens * hidden * (2 * query + both) + 2 * tokens * longest * query
+    half_products = 2 * tokens * hidden * (2 * query + both)
+    attention_operations = 2 * tokens * longest * query
     lean_operations = 4 * tokens * hidden * shape.intermediate
-    recompute_operations = half_operations + lean_operations
+    recompute_operations = half_products + attention_operations + lean_operations
     more_tiles = -(-tokens // rows) - -(-tokens // tile_rows(tokens, shape.intermediate, e))
     tiling = _TILE_OPERATIONS * more_tiles
     forward_operations = 2.0 * tokens * hidden * (2 * query + both + 3 * shape.intermediate)
@@ -218,28 +162,28 @@ def step_costs(
     )
     if away is None or AWAY.index(away) > AWAY.index(most):
         away = most
-    further = {"input": 0, "attention": output + statistics, "half": attention + stream}[away]  # beside x
     forward_tile = rows * e * (3 * shape.intermediate + shape.down_rank) + dropped
     forward_working = max(
         attention + 2 * narrow + stream + gate_up_weight + forward_tile,
         stream + 2 * narrow + forward_tile + down_weight,
     )
-    # Beside what a backward needs anyway: x, what is there of this layer, and of the layer before, on its way back.
-    own = kept_working + attention + stream if away == "half" else recompute_working
-    offload_working = own + stream + stream + (0 if late(longest) else further)
-    offload_working = max(offload_working, forward_working + stream + further)  # a forward: what is on its way out
-    offload_operations = recompute_operations + tiling + _HOST_COPY_OPERATIONS * (stream + further)
-    if forward_operations < _BUSY_OPERATIONS:
-        offload_operations += _HOST_LAUNCH_OPERATIONS
-    if away != "input":
-        offload_operations += _ONCE_OPERATIONS - 2 * tokens * longest * query
-    if away == "half":
-        offload_operations += _ONCE_OPERATIONS - 2 * tokens * hidden * (2 * query + both)
+    offload = offload_cost(
+        away,
+        longest=longest,
+        stream=stream,
+        further={"input": 0, "attention": output + statistics, "half": attention + stream}[away],
+        backward=kept_working + attention + stream if away == "half" else recompute_working,
+        forward=forward_working,
+        operations=recompute_operations + tiling,
+        attention=attention_operations,
+        products=half_products,
+        busy=forward_operations,
+    )
     levels = {
         "keep": LevelCost(stream + attention + stream + gate_up, kept_working, 0, tiling),
         "lean": LevelCost(stream + attention + stream, kept_working, 0, lean_operations + tiling),
         "recompute": LevelCost(stream, recompute_working, 0, recompute_operations + tiling),
-        "offload": LevelCost(0, offload_working, stream + further, offload_operations),
+        "offload": offload,
     }
     head = 4 * vocabulary * hidden if head_trains else 0
     loss_working = loss_chunk + 2 * stream + 2 * narrow + head

@@ -27,7 +27,7 @@ from fastft.autograd.decoder_layer import apply_layer
 from fastft.autograd.layer_call import Away, LayerCall
 from fastft.autograd.projection import Dropout, Projection
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import AWAY, goes_away
+from fastft.memory.away import AWAY, goes_away
 from fastft.patching import levels, registry
 from fastft.patching.attention import CACHE_NAMES, attention_callable, attention_key, has_cache, over_cache
 from fastft.patching.documents import DocumentMask
@@ -180,7 +180,7 @@ def _draw(projections: Sequence[Projection], device: torch.device) -> None:
 
 
 def _goes_away(call: LayerCall, x: Tensor, mask: Any, most: str) -> Away:
-    """How much of an offloaded layer goes to host memory, `most` at the most (memory/costs.py).
+    """How much of an offloaded layer goes to host memory, `most` at the most (memory/away.py).
 
     The plan knows rows, rounded up; documents in them may be so short that less pays. When it comes back is the plan's
     to say, which has room for it then.

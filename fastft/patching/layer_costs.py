@@ -13,7 +13,8 @@ from fastft.autograd import mlp_half
 from fastft.autograd.head_products import chunk_bytes
 from fastft.kernels.join import round_rank
 from fastft.kernels.nf4 import QuantizedWeight
-from fastft.memory.costs import AWAY, LayerShape, StepCosts, step_costs
+from fastft.memory.away import AWAY
+from fastft.memory.costs import LayerShape, StepCosts, step_costs
 from fastft.patching import registry
 from fastft.patching.families import FAMILIES
 

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from fastft.autograd.layer_call import Away
+from fastft.memory.away import AWAY
 from fastft.memory.budget import allowed_bytes, device_memory, format_bytes
 from fastft.memory.captures import CUBLAS_WORKSPACE, pays
-from fastft.memory.costs import AWAY, StepCosts, with_gradients, without_graphs
+from fastft.memory.costs import StepCosts, with_gradients, without_graphs
 from fastft.memory.graphs import SHARED_STREAMS
 from fastft.memory.planner import LEVELS, Plan, make_plan
 from fastft.patching import registry

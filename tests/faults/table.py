@@ -1193,22 +1193,27 @@ _MEMORY = [
         ],
     ),
     *_faults(
-        "memory/costs.py",
-        _LEVELS,
+        "memory/away.py",
+        "tests/memory/test_away.py::test_",
         [
             (
-                "tests/memory/test_costs.py::test_what_goes_to_host_memory_is_what_the_link_carries_and_pays"
-                "[shape4-32768-32768-attention]",
+                "what_goes_to_host_memory_is_what_the_link_carries_and_pays[shape4-32768-32768-attention]",
                 "what the link carries counted by the products alone",
                 "6.0 * hidden * intermediate + attention",
                 "6.0 * hidden * intermediate",
             ),
             (
-                "tests/memory/test_costs.py::test_more_in_host_memory_is_less_time[32768]",
+                "more_in_host_memory_is_less_time[32768]",
                 "what is on its way back for the layer before not counted",
-                "own + stream + stream + (0 if late(longest) else further)",
-                "own + stream + stream",
+                "arriving = 2 * stream + (0 if late(longest) else further)",
+                "arriving = 2 * stream",
             ),
+        ],
+    ),
+    *_faults(
+        "memory/costs.py",
+        _LEVELS,
+        [
             (
                 "tests/memory/test_costs.py::test_long_batches_hold_one_tile_of_the_mlp",
                 "the MLP's tensors counted for every token",

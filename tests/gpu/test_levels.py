@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fastft
-from fastft.memory import costs
+from fastft.memory import away as away_costs
 from fastft.memory.planner import LEVELS
 from fastft.patching import levels, registry
 from tests import support
@@ -208,7 +208,7 @@ def test_however_much_of_a_layer_is_in_host_memory_gradients_and_predictions_hol
     link: float, away: str, model: Any, asked_anew: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By name and by plan; the numbers of recomputation to the bit, or, where no product runs again, of level lean."""
-    monkeypatch.setattr(costs, "_LINK_OPERATIONS", link)
+    monkeypatch.setattr(away_costs, "_LINK_OPERATIONS", link)
     batch, found = draw_batch(), {}
     torch.use_deterministic_algorithms(True)
     try:

@@ -19,6 +19,7 @@ import torch
 
 import fastft
 from fastft.autograd import emptied_graph, mlp_half
+from fastft.memory import away as away_costs
 from fastft.memory import costs as memory_costs
 from fastft.memory.budget import DeviceMemory
 from fastft.memory.captures import CUBLAS_WORKSPACE
@@ -938,7 +939,7 @@ def test_host_memory_is_shared_by_the_processes_of_a_host(batch: Batch, monkeypa
 def once_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's output is worth its way to host memory even at the sizes of tests."""
     for constant in ("_LINK_OPERATIONS", "_ONCE_OPERATIONS", "_HOST_COPY_OPERATIONS", "_HOST_LAUNCH_OPERATIONS"):
-        monkeypatch.setattr(memory_costs, constant, 0.0)
+        monkeypatch.setattr(away_costs, constant, 0.0)
     monkeypatch.setattr(emptied_graph, "_SMALL", 64)
 
 
@@ -1004,7 +1005,7 @@ def test_what_is_in_host_memory_comes_back_when_the_plan_has_room_for_it(
     late_from: int, named: bool, once_pays: None, device: Device, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row of 13 tokens is planned for as one of 256; and documents may be shorter than their row."""
-    monkeypatch.setattr(memory_costs, "_LATE_FROM", late_from)
+    monkeypatch.setattr(away_costs, "_LATE_FROM", late_from)
     wanted = ["offload"] * (LAYERS - 1) + ["lean"]
     model = build(wanted if named else "auto")
     device.limit = tight(model, batch, wanted)
