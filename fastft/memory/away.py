@@ -14,10 +14,10 @@ from __future__ import annotations
 from fastft.autograd.layer_call import Away
 from fastft.memory.planner import LevelCost
 
-__all__ = ["AWAY", "goes_away", "late", "offload_cost"]
+__all__ = ["AWAY", "STATISTIC", "goes_away", "late", "offload_cost"]
 
 AWAY: tuple[Away, ...] = ("input", "attention", "half")  # from the least to the most
-_STATISTIC = 4  # bytes of a float32 per row and head
+STATISTIC = 4  # bytes of a float32 per row and head
 _LINK_OPERATIONS = 12e3  # done while a byte crosses to host memory (H200: 650e12 over 50e9 a second; fewer elsewhere)
 _HOST_COPY_OPERATIONS = 600  # a byte to host memory and back slows the products beside it by as much (H200: ~1 ms/GB)
 _HOST_LAUNCH_OPERATIONS = 3e11  # offload's streams and events cost the host half a millisecond a layer
@@ -54,7 +54,7 @@ def goes_away(
         stream_bytes: element size of the residual stream.
     """
     stream = stream_bytes * hidden  # a token, as all that follows
-    output = compute_bytes * query + _STATISTIC * heads
+    output = compute_bytes * query + STATISTIC * heads
     half = compute_bytes * (query + 2 * key_value) + stream  # Q, K, V, h
     attention = 2.0 * longest * query
     products = 4.0 * hidden * (query + key_value)  # of the attention half

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 
 from fastft.autograd.layer_call import Away
 from fastft.autograd.mlp_half import tile_rows
-from fastft.memory.away import AWAY, goes_away, late, offload_cost
+from fastft.memory.away import AWAY, STATISTIC, goes_away, late, offload_cost
 from fastft.memory.planner import LevelCost
 
 __all__ = ["LayerShape", "StepCosts", "step_costs", "with_gradients", "without_graphs"]
 
-_STATISTIC = 4  # bytes of a float32 per row and head
 _ACCUMULATOR = 4  # bytes of attention backward's dQ while it is summed
 _EAGER_OPERATIONS = 2e12  # where graphs pay, a layer that runs without one costs the host 3 milliseconds more
 _TILE_OPERATIONS = 3e10  # a further tile of the MLP costs a layer 50 microseconds: launches, products' last waves
@@ -111,13 +110,13 @@ def step_costs(
     narrow = e * hidden * tokens
     projected = e * (query + both) * tokens
     output = e * query * tokens
-    statistics = _STATISTIC * shape.heads * tokens
+    statistics = STATISTIC * shape.heads * tokens
     key_value_heads = shape.heads * shape.key_value // query
     raw = 0  # Q and K before their norms, and 1/rms of each head
     if shape.head_norms:
-        raw = (e * (query + shape.key_value) + _STATISTIC * (shape.heads + key_value_heads)) * tokens
+        raw = (e * (query + shape.key_value) + STATISTIC * (shape.heads + key_value_heads)) * tokens
     attention_ranks = e * (shape.qkv_rank + shape.output_rank) * tokens
-    attention = projected + raw + output + statistics + 2 * _STATISTIC * tokens + attention_ranks
+    attention = projected + raw + output + statistics + 2 * STATISTIC * tokens + attention_ranks
     gate_up = e * (2 * shape.intermediate + shape.gate_up_rank + shape.down_rank) * tokens
 
     dense = e if shape.copied else 0
@@ -135,7 +134,7 @@ def step_costs(
     made_again = attention + stream + narrow + qkv_weight + output_weight  # by a recomputation: also h and RMSNorm(x)
     # Attention's backward: dy, dh, dO, dQ dK dV; in flash and cuDNN the accumulator, a sum for each row and head, and
     # with grouped queries dK and dV of every query head, before they are added up.
-    workspace = (_ACCUMULATOR * query + _STATISTIC * shape.heads) * tokens
+    workspace = (_ACCUMULATOR * query + STATISTIC * shape.heads) * tokens
     if shape.key_value < query:
         workspace += 2 * output
     around_attention = stream + narrow + output + projected + workspace
