@@ -1,9 +1,9 @@
 """The pre-hook on a planned backbone: what must be settled once per forward, before any layer runs.
 
 Lengths over `max_seq_length` are refused, packed documents are kept apart, padding is left out, a cache nobody reads in
-training is left out, the TRL hook is installed when TRL has appeared, and layers that lost their binding in pickling
-get it back. It changes keywords only, and only where the issue is one of these. What left padding out needs undoing
-after the forward: that is the second hook, `after_forward`.
+training is left out, what is exchanged in TRL and PEFT is installed when they have appeared, and layers that lost their
+binding in pickling get it back. It changes keywords only, and only where the issue is one of these. What left padding
+out needs undoing after the forward: that is the second hook, `after_forward`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastft.patching import decoder_layer, documents, levels, registry, traced_documents, trl
+from fastft.patching import decoder_layer, documents, levels, registry, traced_documents, trl, walks
 from fastft.patching.attention import has_cache
 from fastft.training import watch
 
@@ -33,6 +33,7 @@ def before_forward(
             kwargs = {"use_cache": False, **kwargs}
         return args, traced_documents.keep_apart(module, args, kwargs)
     trl.install()
+    walks.install_on_peft()
     _finish_compiling(module)
     registry.running_backbones().add(module)
     for layer in module._modules["layers"]._modules.values():  # type: ignore[union-attr]

@@ -26,6 +26,7 @@ from fastft.patching import (
     levels,
     registry,
     trl,
+    walks,
 )
 from fastft.patching.approximations import set_approximations
 from fastft.patching.families import FAMILIES, Family
@@ -147,6 +148,7 @@ def patch(
     checkpointing.take_over(inner, planning=True)
     registry.planned_models().add(inner)
     trl.install()
+    walks.install(type(inner))
     if strict:
         _raise_if_stock(inner)
     return model

@@ -1,8 +1,8 @@
 """What was exchanged, where, and why not: class patches by identity, plans per module, and the report.
 
-A *class patch* is a method swapped on a transformers class for a version that calls the saved original unless the
-instance carries a plan. It is recorded here so that `unpatch()` restores the very object that was there, and leaves
-alone a method that somebody else has replaced since.
+A *class patch* is a method swapped on a transformers class for a version that calls the saved original (or, where the
+class inherits the method, what it inherits) unless the instance carries a plan. It is recorded here so that `unpatch()`
+restores the very object that was there, and leaves alone a method that somebody else has replaced since.
 
 A *plan* is a `Site` in a module's `__dict__["_fastft"]`: pure data, so it survives deepcopy, pickle and PEFT surgery
 and never appears in a state dict. It also counts what ran, because a report that says fast while stock runs is a
@@ -119,11 +119,11 @@ DISABLED = "fastft.stock_only()"
 
 @dataclass(slots=True)
 class ClassPatch:
-    """A method swapped on a class."""
+    """A method swapped on a class, or added to one that inherits it (`original` is then None)."""
 
     owner: type
     name: str
-    original: Any
+    original: Any | None
     replacement: Any
 
 
@@ -157,6 +157,12 @@ def swap_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     _state.class_patches[key] = ClassPatch(owner, name, original, replacement)
 
 
+def add_method(owner: type, name: str, method: Any) -> None:
+    """Put `method` on a class that inherits `name`; remembered for `restore_classes`, which deletes it again."""
+    setattr(owner, name, method)
+    _state.class_patches[owner, name] = ClassPatch(owner, name, None, method)
+
+
 def is_ours(owner: type, name: str) -> bool:
     """Whether `owner.name` is, at this moment, the replacement installed here."""
     known = _state.class_patches.get((owner, name))
@@ -176,8 +182,10 @@ def original_of(owner: type, name: str) -> Any:
 
 def restore_classes() -> None:
     """Put every swapped method back, except where somebody else has replaced ours since."""
-    for patch in _state.class_patches.values():
-        if patch.owner.__dict__.get(patch.name) is patch.replacement:
+    for patch in class_patches():
+        if patch.original is None:
+            delattr(patch.owner, patch.name)
+        else:
             setattr(patch.owner, patch.name, patch.original)
     _state.class_patches.clear()
     _state.skipped.clear()

@@ -1027,6 +1027,84 @@ _AUTOGRAD = [
 
 _PATCHING = [
     *_faults(
+        "patching/walks.py",
+        "tests/patching/test_walks.py::test_",
+        [
+            (
+                "parameters_are_the_same_in_the_same_order[lora]",
+                "children from the last to the first",
+                "stack.extend(reversed(children.values()))",
+                "stack.extend(children.values())",
+            ),
+            (
+                "parameters_are_the_same_in_the_same_order[tied]",
+                "a tied weight twice",
+                "if parameter is not None and id(parameter) not in found:",
+                "if parameter is not None:",
+            ),
+            (
+                "the_count_of_parameters_is_transformers[nf4-{'only_trainable': 0, 'exclude_embeddings': 0}]",
+                "one weight a byte",
+                "(2 * parameter.element_size() if",
+                "(parameter.element_size() if",
+            ),
+            (
+                "the_count_of_parameters_is_transformers[dense-{'only_trainable': 0, 'exclude_embeddings': 1}]",
+                "embeddings counted",
+                'name == "weight" and isinstance(module, nn.Embedding)',
+                'name == "bias" and isinstance(module, nn.Embedding)',
+            ),
+            (
+                "a_module_with_ways_of_its_own_is_asked_itself",
+                "a module's own train is passed over",
+                'if "train" in attributes or not flag_alone(module):',
+                'if "train" in attributes:',
+            ),
+            (
+                "a_module_with_ways_of_its_own_is_asked_itself",
+                "a module's own walk is passed over",
+                'if not _walks_as_torch(module, "named_modules"):',
+                'if "named_modules" in attributes:',
+            ),
+            (
+                "a_train_that_another_library_puts_on_transformers_is_called",
+                "another library's train is passed over",
+                "if not known or not isinstance(mode, bool)",
+                "if not isinstance(mode, bool)",
+            ),
+            (
+                "a_plain_model_is_answered_by_what_it_inherits",
+                "a plain model's parameters are walked",
+                "if not recurse or not _is_planned(self) or",
+                "if not recurse or",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/registry.py",
+        "tests/patching/test_walks.py::test_",
+        [
+            (
+                "unpatch_leaves_the_classes_as_they_were",
+                "what was added stays",
+                "delattr(patch.owner, patch.name)",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/backbone.py",
+        "tests/patching/test_walks.py::test_",
+        [
+            (
+                "peft_that_comes_after_patching_is_met_at_the_next_forward",
+                "peft that comes later is not met",
+                "walks.install_on_peft()",
+                "pass",
+            ),
+        ],
+    ),
+    *_faults(
         "patching/levels.py",
         "tests/patching/test_levels.py::test_",
         [

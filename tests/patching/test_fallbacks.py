@@ -273,7 +273,7 @@ def test_dropout_of_another_kind_runs_stock(module: torch.nn.Module, batch: Batc
             layer.mlp.down_proj.lora_dropout["default"] = module
         with support.seeded(3):
             losses.append(model(**batch).loss)
-    assert torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)  # the loss itself is ours in one of them
     assert_layers_ran_stock(model, f"down_proj has lora_dropout={module.p} in training")
 
 
