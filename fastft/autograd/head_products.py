@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastft.autograd.room import room
+
 __all__ = [
     "add_head_grads",
     "add_product",
@@ -56,7 +58,7 @@ def chunks(count: int, vocabulary: int, dtype: torch.dtype, device: torch.device
     rows = chunk_rows(count, vocabulary, dtype.itemsize, device)
     # Row starts on 128-byte boundaries whatever the vocabulary: matrix units and vector loads want aligned rows
     stride = -(-vocabulary // 64) * 64
-    buffer = torch.empty((rows, stride), dtype=dtype, device=device)[:, :vocabulary]
+    buffer = room(rows, vocabulary, stride - vocabulary, dtype, device)[:, :vocabulary]
     for start in range(0, count, rows):
         end = min(start + rows, count)
         yield start, end, buffer[: end - start]

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fastft.autograd.projection import LEAVES, Projection
+from fastft.autograd.room import room
 from fastft.kernels.join import Adapter, join, padded_rank
 from fastft.kernels.nf4 import QuantizedWeight
 
@@ -51,10 +52,10 @@ class Products(Protocol):
         """The same for rows of a batch that begin at row `first`; only dropout tells rows apart."""
 
     def input_room(self, tokens: int) -> Tensor:
-        """An uninitialized input [tokens, in + columns], of which the caller fills the first `in` columns."""
+        """An input [tokens, in + columns] (room.py), of which the caller fills the first `in` columns."""
 
     def grad_room(self, tokens: int) -> Tensor:
-        """An uninitialized gradient [tokens, Σ out + columns], of which the caller fills the first Σ out columns."""
+        """A gradient [tokens, Σ out + columns] (room.py), of which the caller fills the first Σ out columns."""
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Y [tokens, Σ out] in the compute dtype and X Aᵀ [tokens, rank], None without adapters.
@@ -141,10 +142,10 @@ class JoinedProducts(_ThroughA):
         self._lora_a = self._matrix[self._out :, : self._width]
 
     def input_room(self, tokens: int) -> Tensor:
-        return self._matrix.new_empty((tokens, self._width + self.columns))
+        return room(tokens, self._width, self.columns, self._matrix.dtype, self._matrix.device)
 
     def grad_room(self, tokens: int) -> Tensor:
-        return self._matrix.new_empty((tokens, self._out + self.columns))
+        return room(tokens, self._out, self.columns, self._matrix.dtype, self._matrix.device)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         width, matrix = self._width, self._matrix
