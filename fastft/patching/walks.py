@@ -59,12 +59,13 @@ def _add(owner: type, name: str, make: Callable[[type, Any], Any]) -> None:
 
 
 def _is_planned(model: nn.Module) -> bool:
-    """Whether `model` is a planned transformers model or a PEFT wrapper (with or without a tuner) around one."""
-    if registry.PLAN in model.__dict__:
-        return True
-    base = model._modules.get("base_model")
-    inner = base._modules.get("model") if base is not None else None
-    return inner is not None and registry.PLAN in inner.__dict__
+    """Whether `model` is planned, or a head (a causal LM's, a classifier's) or PEFT's wrapper around what is."""
+    inside: nn.Module | None = model
+    while inside is not None:
+        if registry.PLAN in inside.__dict__:
+            return True
+        inside = inside._modules.get("base_model", inside._modules.get("model"))
+    return False
 
 
 def _is_known(owner: type, name: str, *modules: types.ModuleType) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import fastft
@@ -72,7 +72,13 @@ def prompt_tuning(_: Any) -> Any:
     return get_peft_model(support.build_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
-EVERY = [dense, lora, tied, nf4, adapted_embeddings, saved_head, dora, shared_layer, prompt_tuning]
+def classifier(_: Any) -> Any:
+    """What a RewardTrainer trains: its backbone is planned, its head is not ours."""
+    with support.seeded(0):
+        return AutoModelForSequenceClassification.from_config(support.tiny_config("llama", num_labels=1))
+
+
+EVERY = [classifier, dense, lora, tied, nf4, adapted_embeddings, saved_head, dora, shared_layer, prompt_tuning]
 
 
 @pytest.mark.parametrize("build", EVERY)
@@ -122,9 +128,12 @@ def test_zero_grad_reaches_every_parameter() -> None:
         assert all(p.grad is None if to_none else not p.grad.any() for p in trainable)
 
 
-def test_nothing_is_answered_by_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", [lora, dense, classifier, prompt_tuning])
+def test_nothing_is_answered_by_recursion(
+    build: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a trainer calls at every step never enters the generators of nn.Module."""
-    model = fastft.patch(support.add_lora(support.build_model()))
+    model = fastft.patch(build(tmp_path))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("recursed")
