@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 import fastft
+from fastft.verification import TOLERANCE
 from tests import support
+from tests.contract import FACTOR
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2]])
 PACKINGS: dict[str, dict[str, Tensor]] = {
@@ -35,11 +38,20 @@ def test_a_planned_model_passes(model: Any, padded: bool) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_documents_are_compared_with_documents_kept_apart(model: Any, packing: str) -> None:
-    """Stock would let them attend to each other beside a mask, and count the first token of each: no rounding."""
-    outcome = fastft.verify(model, support.random_batch(rows=1) | PACKINGS[packing], reference=torch.float64)
-    assert outcome.loss_difference < 1e-6, str(outcome)
-    errors = [(check.fast_error, check.stock_error) for check in outcome.tensors]
-    assert all(error is not None and error < 1e-5 for pair in errors for error in pair), str(outcome)
+    """Stock would let them attend to each other beside a mask, and count the first token of each.
+
+    Held to the contract, a median over three batches: `passed` judges each tensor on its one.
+    """
+    outcomes = [
+        fastft.verify(model, support.random_batch(seed, rows=1) | PACKINGS[packing], reference=torch.float64)
+        for seed in range(3)
+    ]
+    assert all(outcome.loss_difference <= TOLERANCE[torch.float32] for outcome in outcomes)
+    assert all(outcome.grad_norm_difference <= TOLERANCE[torch.float32] for outcome in outcomes)
+    for checks in zip(*(outcome.tensors for outcome in outcomes), strict=True):
+        fast = statistics.median(check.fast_error for check in checks)
+        stock = statistics.median(check.stock_error for check in checks)
+        assert fast <= max(FACTOR * stock, 2 * torch.finfo(torch.float32).eps), checks
 
 
 def test_lora_dropout_is_off_while_both_run() -> None:

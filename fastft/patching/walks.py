@@ -43,7 +43,7 @@ def install_on_peft() -> None:
     """The same for the wrapper around an adapted model, once peft is imported (which may be after `patch`)."""
     peft = sys.modules.get("peft")
     wrapper = getattr(peft, "PeftModel", None)
-    if wrapper is not None and not registry.is_ours(wrapper, "parameters"):
+    if wrapper is not None:
         _add(wrapper, "parameters", _make_parameters)
 
 
@@ -74,7 +74,7 @@ def _is_known(owner: type, name: str, *modules: types.ModuleType) -> bool:
     return any(code is vars(module) for module in modules)
 
 
-def _walks_as_torch(module: nn.Module, name: str) -> bool:
+def _is_torchs(module: nn.Module, name: str) -> bool:
     return name not in module.__dict__ and _is_known(type(module), name, torch_module)
 
 
@@ -93,7 +93,7 @@ def _own_parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
             continue
         attributes = module.__dict__
         if type(module) not in plain or "named_modules" in attributes:
-            if not _walks_as_torch(module, "named_modules"):
+            if not _is_torchs(module, "named_modules"):
                 for path, parameter in module.named_parameters():
                     if id(parameter) not in found:
                         found[id(parameter)] = parameter
@@ -116,7 +116,7 @@ def _own_parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
 def _make_parameters(owner: type, inherited: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inherited)
     def parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
-        if not recurse or not _is_planned(self) or not _walks_as_torch(self, "named_parameters"):
+        if not recurse or not _is_planned(self) or not _is_torchs(self, "named_parameters"):
             yield from super(owner, self).parameters(recurse)  # type: ignore[misc]
             return
         yield from map(_third, _own_parameters(self))
@@ -128,10 +128,10 @@ def _make_train(owner: type, inherited: Callable[..., Any]) -> Callable[..., Any
     from transformers import modeling_utils  # whose `train` exchanges kernels where use_kernels is on, and no more
 
     def flag_alone(module: nn.Module) -> bool:
-        kind = type(module)
-        if _is_known(kind, "train", torch_module):
+        if _is_torchs(module, "train"):
             return True
-        return _is_known(kind, "train", modeling_utils) and not getattr(module, "use_kernels", False)
+        known = "train" not in module.__dict__ and _is_known(type(module), "train", modeling_utils)
+        return known and not getattr(module, "use_kernels", False)
 
     @functools.wraps(inherited)
     def train(self: Any, mode: bool = True) -> Any:
@@ -145,7 +145,7 @@ def _make_train(owner: type, inherited: Callable[..., Any]) -> Callable[..., Any
             module = stack.pop()
             attributes = module.__dict__
             if type(module) not in plain or "train" in attributes:
-                if "train" in attributes or not flag_alone(module):
+                if not flag_alone(module):
                     module.train(mode)
                     continue
                 if not hasattr(module, "use_kernels"):
@@ -163,7 +163,7 @@ def _make_train(owner: type, inherited: Callable[..., Any]) -> Callable[..., Any
 def _make_count(owner: type, inherited: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inherited)
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        if not _is_planned(self) or not _walks_as_torch(self, "named_parameters"):
+        if not _is_planned(self) or not _is_torchs(self, "named_parameters"):
             return int(super(owner, self).num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         packed: tuple[type, ...] = ()
         if getattr(self, "is_loaded_in_4bit", False):

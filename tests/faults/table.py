@@ -1069,13 +1069,13 @@ _PATCHING = [
             (
                 "a_module_with_ways_of_its_own_is_asked_itself",
                 "a module's own train is passed over",
-                'if "train" in attributes or not flag_alone(module):',
+                "if not flag_alone(module):",
                 'if "train" in attributes:',
             ),
             (
                 "a_module_with_ways_of_its_own_is_asked_itself",
                 "a module's own walk is passed over",
-                'if not _walks_as_torch(module, "named_modules"):',
+                'if not _is_torchs(module, "named_modules"):',
                 'if "named_modules" in attributes:',
             ),
             (

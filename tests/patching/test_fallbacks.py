@@ -267,12 +267,14 @@ def test_looking_at_a_model_with_lora_dropout_draws_no_random_numbers() -> None:
 @pytest.mark.parametrize("module", [torch.nn.Dropout(1.0), torch.nn.AlphaDropout(0.3)])
 def test_dropout_of_another_kind_runs_stock(module: torch.nn.Module, batch: Batch) -> None:
     """With the masks of stock from the same seed: a layer that does not run here draws nothing here."""
-    losses = []
+    losses, states = [], []
     for model in twins(support.add_lora(support.build_model(), lora_dropout=0.3)):
         for layer in decoder_layers(model):
             layer.mlp.down_proj.lora_dropout["default"] = module
         with support.seeded(3):
             losses.append(model(**batch).loss)
+            states.append(torch.get_rng_state())
+    assert torch.equal(*states)
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)  # the loss itself is ours in one of them
     assert_layers_ran_stock(model, f"down_proj has lora_dropout={module.p} in training")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +15,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import fastft
-import fastft.patching
 from fastft.patching.plan import inner_model
 from tests import support
+from tests.patching.test_inert import reinstalled
+
+__all__ = ["reinstalled"]  # a fixture
 
 COUNTS = [{"only_trainable": trainable, "exclude_embeddings": exclude} for trainable in (0, 1) for exclude in (0, 1)]
-
-
-@pytest.fixture
-def reinstalled() -> Iterator[None]:
-    """For tests that unpatch everything: the patches of `import fastft` are back afterwards."""
-    yield
-    fastft.unpatch()
-    fastft.patching.install()
 
 
 def dense(_: Any) -> Any:
