@@ -245,7 +245,7 @@ class _RoPE(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # attention over q alone leaves k without a gradient
-        q_rotated, k_rotated = _rotated(q, k, cos, sin, inverse=False)
+        q_rotated, k_rotated = rope_kernels.rope(q, k, cos, sin, heads_first=True)
         return q_rotated, cast(torch.Tensor, k_rotated)  # None only where k is
 
     @staticmethod
@@ -255,16 +255,8 @@ class _RoPE(torch.autograd.Function):
         grad_q = grad_q if ctx.needs_input_grad[0] else None
         grad_k = grad_k if ctx.needs_input_grad[1] else None
         if grad_q is None:
-            grad_k = None if grad_k is None else _rotated(grad_k, None, cos, sin, inverse=True)[0]
+            if grad_k is not None:
+                grad_k, _ = rope_kernels.rope(grad_k, None, cos, sin, inverse=True, heads_first=True)
         else:
-            grad_q, grad_k = _rotated(grad_q, grad_k, cos, sin, inverse=True)
+            grad_q, grad_k = rope_kernels.rope(grad_q, grad_k, cos, sin, inverse=True, heads_first=True)
         return grad_q, grad_k, None, None
-
-
-def _rotated(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Between Hugging Face's [B, heads, S, D] and the kernel's [B, S, heads, D]: two views, nothing moves."""
-    q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    q, k = rope_kernels.rope(q, k, cos, sin, inverse=inverse)
-    return q.transpose(1, 2), None if k is None else k.transpose(1, 2)

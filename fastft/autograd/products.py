@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fastft.autograd.projection import LEAVES, Projection
 from fastft.autograd.room import room
-from fastft.kernels.join import Adapter, join, padded_rank
+from fastft.kernels.join import Adapter, join
 from fastft.kernels.nf4 import QuantizedWeight
 
 
@@ -135,10 +135,11 @@ class JoinedProducts(_ThroughA):
     def __init__(self, group: Sequence[Projection], dtype: torch.dtype, fold: bool = False) -> None:
         self._group = group
         adapters = [None if p.lora_a is None else Adapter(p.lora_a, p.lora_b, p.scale) for p in group]  # type: ignore[arg-type]
-        self.columns = self._rank = padded_rank(adapters)
         self._matrix = join([p.weight for p in group], adapters, dtype, fold)  # type: ignore[misc]
-        self._width = self._matrix.shape[1] - self._rank
-        self._out = self._matrix.shape[0] - self._rank
+        rows, columns = self._matrix.shape
+        self._width = group[0].weight.shape[1]
+        self.columns = self._rank = columns - self._width
+        self._out = rows - self._rank
         self._lora_a = self._matrix[self._out :, : self._width]
 
     def input_room(self, tokens: int) -> Tensor:

@@ -7,7 +7,8 @@ over what they are given.
 Device time is that of a CUDA graph of the round, replayed: no host time in it. What waits for the device cannot be
 captured (a loss that looks at its labels does); its rounds are timed between two events, launch gaps included, and the
 timer says so. On a CPU the wall clock has to do. Host time is how long the calls take to return, the device not waited
-for.
+for, after an untimed one: the first since the device was idle wakes a thread of autograd's and finds cold caches, which
+in training only a step's first operation pays.
 
 Before each timed round the device reads a buffer larger than L2: that leaves the cache in one state, and while it
 reads, the host has time to queue the round.
@@ -26,7 +27,7 @@ import torch
 __all__ = ["Timer", "capture", "host_times", "make_timer", "peak_bytes", "quantiles"]
 
 Call = Callable[[], object]
-_HOST_CALLS = 8  # the driver queues about a thousand launches; past that the host would wait for the device
+_HOST_CALLS = 8  # however many input sets; the driver queues about a thousand launches, then the host would wait
 
 
 class Timer(Protocol):
@@ -124,16 +125,20 @@ def capture(round_: Call, restore: Call) -> tuple[torch.cuda.CUDAGraph | None, s
 
 
 def host_times(calls: Sequence[Call], restore: Call, count: int) -> list[float]:
-    """Milliseconds until a call returns, the device idle before and not waited for after, of `count` rounds."""
-    calls = calls[:_HOST_CALLS]
+    """Milliseconds until a call returns, the device not waited for, of `count` rounds of as many calls each.
+
+    Sets are used again within a round where there are few of them: what a call leaves in its inputs changes no time.
+    """
+    timed = [calls[index % len(calls)] for index in range(_HOST_CALLS)]
     times = []
     for _ in range(count):
         restore()
         torch.cuda.synchronize()
+        calls[0]()
         start = time.perf_counter()
-        for call in calls:
+        for call in timed:
             call()
-        times.append((time.perf_counter() - start) * 1e3 / len(calls))
+        times.append((time.perf_counter() - start) * 1e3 / len(timed))
     torch.cuda.synchronize()
     return times
 

@@ -8,6 +8,7 @@ only one that imports it. Kernel files write `from fastft.kernels.backend import
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import types
@@ -29,18 +30,17 @@ else:
         HAS_TRITON = True
     except ImportError:  # the twins serve
 
-        def _cdiv(numerator: int, denominator: int) -> int:
-            return -(-numerator // denominator)
-
         def _jit(function: Any = None, **options: Any) -> Any:
             return function if function is not None else lambda decorated: decorated
 
-        triton = types.SimpleNamespace(jit=_jit, cdiv=_cdiv)
+        triton = types.SimpleNamespace(jit=_jit)
         tl = types.SimpleNamespace(constexpr=Any)
         HAS_TRITON = False
 
 __all__ = [
     "HAS_TRITON",
+    "Settings",
+    "cdiv",
     "hash_ahead",
     "interpreting",
     "launch",
@@ -52,6 +52,11 @@ __all__ = [
 ]
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """numerator / denominator, rounded up. Triton's own, outside a kernel, takes ten times as long."""
+    return -(-numerator // denominator)
 
 
 def next_power_of_2(n: int) -> int:
@@ -117,6 +122,26 @@ class _SameDevice:
 _SAME_DEVICE = _SameDevice()
 
 
+class Settings:
+    """A kernel, its constexpr arguments and its launch settings, by name and always in the same order.
+
+    To be kept by whoever works them out from a shape (`functools.cache`): a launch finds its compiled kernel by them,
+    and what is the same object is found without being compared.
+    """
+
+    __slots__ = ("_hash", "kernel", "options")
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+        self._hash = hash((id(kernel), *options.values()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.kernel is other.kernel and self.options == other.options
+
+
 class _Compiled(NamedTuple):
     """A compiled kernel, and all that its launcher wants besides grid, stream and arguments."""
 
@@ -133,7 +158,7 @@ _LAUNCHES_DIRECTLY = not _INTERPRETING and torch.version.hip is None
 _compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(settings: Settings, grid: tuple[int, ...], *arguments: Any) -> None:
     """`kernel[grid](*arguments, **options)` without what Triton derives anew at every call.
 
     Triton's own launch binds the signature, specializes each argument and hashes the result to find the compiled
@@ -144,18 +169,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     are seen by a kernel's first launch only.
 
     Args:
-        kernel: a `triton.jit` function.
+        settings: the kernel, and what is constant for it.
         grid: one to three program counts.
-        arguments: its non-constexpr arguments, by position.
-        options: its constexpr arguments and launch settings, by name, always in the same order for one kernel.
+        arguments: the kernel's other arguments, by position.
     """
     if not _LAUNCHES_DIRECTLY:
-        kernel[grid](*arguments, **options)
+        settings.kernel[grid](*arguments, **settings.options)
         return
     device = torch.cuda.current_device()
-    key = (kernel, device, *options.values(), *map(_specialization, arguments))
+    key = (settings, device, *_specialization(arguments))
     known = _compiled.get(key)
     if known is None:
+        kernel, options = settings.kernel, settings.options
         constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
         compiled = kernel[grid](*arguments, **options)
         stream_of = triton.runtime.driver.active.get_current_stream
@@ -173,19 +198,40 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 def _hooked(knobs: Any) -> bool:
     """Whether somebody wants to hear of every launch: a chain of hooks that has any, or a plain one."""
-    hooks = (knobs.launch_enter_hook, knobs.launch_exit_hook)
-    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    return (enter is not None and bool(getattr(enter, "calls", True))) or (
+        leave is not None and bool(getattr(leave, "calls", True))
+    )
 
 
-def _specialization(argument: Any) -> Any:
-    """What of an argument Triton may compile for."""
-    kind = type(argument)
-    if kind is int:
-        return argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() & 15
-    if isinstance(argument, tuple):
-        return tuple(map(_specialization, argument))
-    if isinstance(argument, int):  # True is a 1 to Python and a u1 to Triton: the type is part of the key
-        return kind, argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31
-    return kind
+@functools.lru_cache(maxsize=4096, typed=True)
+def _of_integers(*integers: int) -> tuple[Any, ...]:
+    """`_specialization` of a tuple that begins with an integer: strides, of which there are few. It must hold no
+    tensor, which would be kept alive here."""
+    return tuple(_specialization(integers))
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _specialization(arguments: tuple[Any, ...]) -> list[Any]:
+    """What of `arguments` Triton may compile for: two entries for a tensor, one for anything else.
+
+    One loop with the cheapest tests first, since it runs for every argument of every launch.
+    """
+    found: list[Any] = []
+    add = found.append
+    for argument in arguments:
+        kind = type(argument)
+        if argument is None:
+            add(None)
+        elif kind is int:
+            add(-1 if argument == 1 else (argument & 15) + 16 * (-0x80000000 <= argument <= 0x7FFFFFFF))
+        elif kind in _TENSORS or isinstance(argument, torch.Tensor):
+            add(argument.dtype)
+            add(argument.data_ptr() & 15)
+        elif kind is tuple:
+            add(_of_integers(*argument) if type(argument[0]) is int else tuple(_specialization(argument)))
+        else:
+            add(kind if kind is float else (kind, argument == 1))  # True is a 1 to Python and a u1 to Triton
+    return found

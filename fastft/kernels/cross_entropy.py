@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastft.kernels.backend import interpreting, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import cdiv, interpreting, launch_on, next_power_of_2, tl, triton, uses_triton
 
 __all__ = [
     "OPTIONAL_OUTPUTS",
@@ -314,7 +314,7 @@ def cross_entropy(
     rows, block, warps = _launch_settings(vocabulary)
     if row_count:
         with launch_on(logits):
-            _cross_entropy_kernel[(triton.cdiv(row_count, rows),)](
+            _cross_entropy_kernel[(cdiv(row_count, rows),)](
                 logits,
                 logits.stride(0),
                 targets.contiguous(),
@@ -385,7 +385,7 @@ def cross_entropy_backward(
     if row_count:
         unused = statistics  # fills the slots of the pointers that the flags switch off
         with launch_on(logits):
-            _cross_entropy_backward_kernel[(triton.cdiv(row_count, rows), triton.cdiv(vocabulary, block))](
+            _cross_entropy_backward_kernel[(cdiv(row_count, rows), cdiv(vocabulary, block))](
                 gradients,
                 gradients.stride(0),
                 logits,

@@ -16,10 +16,12 @@ Rounding: x / (1 − p) in fp32, rounded once, as torch rounds it. p is a multip
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import Settings, cdiv, launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.rows import input_rows, output_rows, store_rows
 
 __all__ = ["dropout", "dropout_torch"]
@@ -47,30 +49,37 @@ def dropout(
     if not (uses_triton(x) and x.numel()):
         return dropout_torch(x, p, seed, stream=stream, first_row=first_row, out=out)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x_rows, out_rows = input_rows(x), output_rows(out)
-    rows, width = x_rows.shape
-    block = max(4, min(_WIDEST_BLOCK, next_power_of_2(width)))
-    tile_rows = _TILE // block
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_rows, out_stride = output_rows(out)
+    x_rows, x_stride = input_rows(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    block = _block(width)
     with launch_on(x):
         launch(
-            _dropout_kernel,
-            (triton.cdiv(rows, tile_rows) * triton.cdiv(width, block),),
+            _settings(block),
+            (cdiv(rows, _TILE // block) * cdiv(width, block),),
             out_rows,
             x_rows,
             seed,
-            (out_rows.stride(0), x_rows.stride(0)),
+            (out_stride, x_stride),
             rows,
             width,
             stream,
             first_row,
             _threshold(p),
             1.0 / (1.0 - p),
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=8,
         )
     return store_rows(out_rows, out)
+
+
+def _block(width: int) -> int:
+    return max(4, min(_WIDEST_BLOCK, next_power_of_2(width)))
+
+
+@functools.cache
+def _settings(block: int) -> Settings:
+    return Settings(_dropout_kernel, ROWS=_TILE // block, BLOCK=block, num_warps=8)
 
 
 def _threshold(p: float) -> int:

@@ -20,14 +20,25 @@ With `fold` W + s·B·A stands where W stood (kernels/fold.py); sB and A are the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import (
+    KERNEL_DTYPES,
+    Settings,
+    cdiv,
+    launch,
+    launch_on,
+    next_power_of_2,
+    tl,
+    triton,
+    uses_triton,
+)
 from fastft.kernels.fold import TILE_ROWS, fold_torch, folded_tile
-from fastft.kernels.nf4 import TILE_BYTES, QuantizedWeight, dequantize_torch
+from fastft.kernels.nf4 import QuantizedWeight, blocks_a_program, dequantize_torch
 
 __all__ = ["MOST_MEMBERS", "Adapter", "join", "join_torch", "padded_rank", "round_rank"]
 
@@ -68,65 +79,81 @@ def join(
     Returns:
         [Σ out + r, in + r] in `dtype`, r being `padded_rank(adapters)`. The last r × r elements are not written.
     """
-    rank, width = padded_rank(adapters), weights[0].shape[1]
-    out_features = sum(weight.shape[0] for weight in weights)
-    matrix = torch.empty((out_features + rank, width + rank), dtype=dtype, device=weights[0].packed.device)
+    width, blocksize = weights[0].shape[1], weights[0].blocksize
+    rows = tuple(weight.shape[0] for weight in weights)
+    ranks = tuple(0 if adapter is None else adapter.lora_a.shape[0] for adapter in adapters)
+    rank = round_rank(sum(ranks))
+    matrix = torch.empty((sum(rows) + rank, width + rank), dtype=dtype, device=weights[0].packed.device)
     if not (uses_triton(weights[0].code) and dtype in KERNEL_DTYPES and len(weights) <= MOST_MEMBERS and width):
         return join_torch(weights, adapters, dtype, fold, out=matrix)
-    blocksize = weights[0].blocksize
     if any(weight.blocksize != blocksize for weight in weights) or (fold and width % blocksize):
         return join_torch(weights, adapters, dtype, fold, out=matrix)
-    half_block = blocksize // 2
-    blocks = max(1, TILE_BYTES // half_block)
+    absmax_blocks = tuple(weight.absmax_blocksize for weight in weights)
+    settings, programs = _settings(width, rows, ranks, blocksize, absmax_blocks, fold)
     absent = MOST_MEMBERS - len(weights)
-    if fold:
-        tiles = [triton.cdiv(weight.shape[0], TILE_ROWS) * (width // blocksize) for weight in weights] + [0] * absent
-    else:
-        tiles = [triton.cdiv(weight.shape[0] * width, blocks * blocksize) for weight in weights] + [0] * absent
-    rank_block = next_power_of_2(rank) if rank else 1
-    b_rows = max(1, ADAPTER_TILE // rank_block)
-    a_columns = min(256, next_power_of_2(width))
-    a_rows = ADAPTER_TILE // a_columns
-    b_tiles = triton.cdiv(out_features, b_rows) if rank else 0
-    a_tiles = triton.cdiv(rank, a_rows) * triton.cdiv(width, a_columns)
     with launch_on(matrix):
         launch(
-            _join_kernel,
-            (sum(tiles) + b_tiles + a_tiles,),
+            settings,
+            (programs,),
             matrix,
-            *(_pointers(weights, index) for index in range(MOST_MEMBERS)),
-            tuple(adapters[i].lora_a.contiguous() if _has(adapters, i) else None for i in range(MOST_MEMBERS)),  # type: ignore[union-attr]
-            tuple(adapters[i].lora_b.contiguous() if _has(adapters, i) else None for i in range(MOST_MEMBERS)),  # type: ignore[union-attr]
-            tuple(float(adapters[i].scale) if _has(adapters, i) else 1.0 for i in range(MOST_MEMBERS)),  # type: ignore[union-attr]
-            WIDTH=width,
-            ROWS=tuple(weight.shape[0] for weight in weights) + (0,) * absent,
-            RANKS=tuple(adapters[i].lora_a.shape[0] if _has(adapters, i) else 0 for i in range(MOST_MEMBERS)),  # type: ignore[union-attr]
-            TILES=(*tiles, b_tiles),
-            ABSMAX_BLOCKS=tuple(weight.absmax_blocksize for weight in weights) + (1,) * absent,
-            RANK=rank,
-            BLOCKS=blocks,
-            HALF_BLOCK=half_block,
-            WHOLE=width % blocksize == 0,
-            B_TILE=(b_rows, rank_block),
-            A_TILE=(a_rows, a_columns),
-            FOLD_RANK=min(64, max(16, rank_block)) if fold else 0,
-            FOLD_ROWS=TILE_ROWS,
-            num_warps=4,
-            enable_fp_fusion=False,
+            *(_pointers(weight) for weight in weights),
+            *(_NO_POINTERS,) * absent,
+            tuple(None if adapter is None else adapter.lora_a.contiguous() for adapter in adapters) + (None,) * absent,
+            tuple(None if adapter is None else adapter.lora_b.contiguous() for adapter in adapters) + (None,) * absent,
+            tuple(1.0 if adapter is None else float(adapter.scale) for adapter in adapters) + (1.0,) * absent,
         )
     return matrix
 
 
-def _has(adapters: Sequence[Adapter | None], index: int) -> bool:
-    return index < len(adapters) and adapters[index] is not None
+@functools.cache
+def _settings(
+    width: int,
+    rows: tuple[int, ...],
+    ranks: tuple[int, ...],
+    blocksize: int,
+    absmax_blocks: tuple[int, ...],
+    fold: bool,
+) -> tuple[Settings, int]:
+    """Of a group's shapes, and how many programs: those of each weight, then those of sB, then those of A."""
+    rank, absent = round_rank(sum(ranks)), (0,) * (MOST_MEMBERS - len(rows))
+    blocks = blocks_a_program(blocksize)
+    if fold:
+        tiles = [cdiv(each, TILE_ROWS) * (width // blocksize) for each in rows]
+    else:
+        tiles = [cdiv(each * width, blocks * blocksize) for each in rows]
+    rank_block = next_power_of_2(rank) if rank else 1
+    b_rows = max(1, ADAPTER_TILE // rank_block)
+    a_columns = min(256, next_power_of_2(width))
+    a_rows = ADAPTER_TILE // a_columns
+    b_tiles = cdiv(sum(rows), b_rows) if rank else 0
+    a_tiles = cdiv(rank, a_rows) * cdiv(width, a_columns)
+    settings = Settings(
+        _join_kernel,
+        WIDTH=width,
+        ROWS=rows + absent,
+        RANKS=ranks + absent,
+        TILES=(*tiles, *absent, b_tiles),
+        ABSMAX_BLOCKS=absmax_blocks + (1,) * len(absent),
+        RANK=rank,
+        BLOCKS=blocks,
+        HALF_BLOCK=blocksize // 2,
+        WHOLE=width % blocksize == 0,
+        B_TILE=(b_rows, rank_block),
+        A_TILE=(a_rows, a_columns),
+        FOLD_RANK=min(64, max(16, rank_block)) if fold else 0,
+        FOLD_ROWS=TILE_ROWS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return settings, sum(tiles) + b_tiles + a_tiles
 
 
-def _pointers(weights: Sequence[QuantizedWeight], index: int) -> tuple[torch.Tensor | None, ...]:
-    """What dequantization reads of one member; Nones where there is none."""
-    if index >= len(weights):
-        return (None,) * 6
-    weight = weights[index]
+def _pointers(weight: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
+    """What dequantization reads."""
     return weight.packed, weight.absmax, weight.code, weight.absmax_code, weight.absmax_scale, weight.offset
+
+
+_NO_POINTERS = (None,) * 6
 
 
 @triton.jit

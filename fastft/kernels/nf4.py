@@ -21,12 +21,13 @@ rounding to the output's dtype. `offset` is read through its pointer: no host sy
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastft.kernels.backend import KERNEL_DTYPES, launch, launch_on, tl, triton, uses_triton
+from fastft.kernels.backend import KERNEL_DTYPES, Settings, cdiv, launch, launch_on, tl, triton, uses_triton
 
 __all__ = ["QuantizedWeight", "dequantize", "dequantize_torch", "quantized_weight"]
 
@@ -108,13 +109,12 @@ def dequantize(
     if out is None:
         out = torch.empty((rows, columns), dtype=dtype, device=weight.packed.device)
     target = out if out.is_contiguous() else torch.empty((rows, columns), dtype=dtype, device=out.device)
-    half_block = weight.blocksize // 2
-    blocks = max(1, TILE_BYTES // half_block)
     elements = rows * columns
+    blocks = blocks_a_program(weight.blocksize)
     with launch_on(out):
         launch(
-            _dequantize_kernel,
-            (triton.cdiv(elements, blocks * weight.blocksize),),
+            _settings(weight.blocksize, weight.absmax_blocksize),
+            (cdiv(elements, blocks * weight.blocksize),),
             target,
             weight.packed,
             weight.absmax,
@@ -124,13 +124,25 @@ def dequantize(
             weight.offset,
             elements,
             (elements + 1) // 2,
-            ABSMAX_BLOCK=weight.absmax_blocksize,
-            BLOCKS=blocks,
-            HALF_BLOCK=half_block,
-            num_warps=4,
-            enable_fp_fusion=False,
         )
     return out if target is out else out.copy_(target)
+
+
+def blocks_a_program(blocksize: int) -> int:
+    """Quantization blocks that one program of a dequantization makes dense."""
+    return max(1, TILE_BYTES // (blocksize // 2))
+
+
+@functools.cache
+def _settings(blocksize: int, absmax_blocksize: int) -> Settings:
+    return Settings(
+        _dequantize_kernel,
+        ABSMAX_BLOCK=absmax_blocksize,
+        BLOCKS=blocks_a_program(blocksize),
+        HALF_BLOCK=blocksize // 2,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit

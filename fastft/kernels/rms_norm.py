@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import Settings, cdiv, launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.rows import input_rows, output_rows, store_rows
 
 NormMode = Literal["llama", "fp32", "gemma"]
@@ -73,34 +73,31 @@ def rms_norm(
         return rms_norm_torch(x, weight, eps, mode=mode, residual=residual, out=out, summed_out=summed_out)
     if out is None:
         dtype = torch.promote_types(x.dtype, weight.dtype) if mode == "llama" else x.dtype
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    summed, summed_rows, residual_rows = x, None, None
+        out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    summed, summed_rows, residual_rows, summed_stride, residual_stride = x, None, None, 0, 0
     if residual is not None:
-        summed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if summed_out is None else summed_out
-        summed_rows, residual_rows = output_rows(summed), input_rows(residual)
-    x_rows, y_rows = input_rows(x), output_rows(out)
-    rows, hidden = x_rows.shape
+        summed = torch.empty_like(x, memory_format=torch.contiguous_format) if summed_out is None else summed_out
+        summed_rows, summed_stride = output_rows(summed)
+        residual_rows, residual_stride = input_rows(residual)
+    x_rows, x_stride = input_rows(x)
+    y_rows, y_stride = output_rows(out)
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
     inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
-    rows_per_program, block, warps = _shape_table(hidden)
     with launch_on(x):
         launch(
-            _rms_norm_kernel,
-            (triton.cdiv(rows, rows_per_program),),
+            _settings(hidden, mode)[0],
+            (cdiv(rows, _shape_table(hidden)[0]),),
             y_rows,
             summed_rows,
             inverse_rms,
             x_rows,
             residual_rows,
             weight.contiguous(),
-            _row_strides(y_rows, summed_rows, x_rows, residual_rows),
+            (y_stride, summed_stride, x_stride, residual_stride),
             rows,
             hidden,
             eps,
-            MODE=mode,
-            ROWS=rows_per_program,
-            BLOCK=block,
-            num_warps=warps,
-            enable_fp_fusion=False,
         )
     if summed_rows is not None:
         store_rows(summed_rows, summed)
@@ -146,19 +143,21 @@ def rms_norm_backward(
             out=out,
         )
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_rows, x_rows, grad_x_rows = input_rows(grad_output), input_rows(x), output_rows(out)
-    residual_rows = None if residual_grad is None else input_rows(residual_grad)
-    rows, hidden = x_rows.shape
-    rows_per_program, block, warps = _shape_table(hidden)
-    programs, blocks_per_program, partial = triton.cdiv(rows, rows_per_program), 1, None
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    grad_rows, grad_stride = input_rows(grad_output)
+    x_rows, x_stride = input_rows(x)
+    grad_x_rows, grad_x_stride = output_rows(out)
+    residual_rows, residual_stride = (None, 0) if residual_grad is None else input_rows(residual_grad)
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
+    programs, blocks_per_program, partial = cdiv(rows, _shape_table(hidden)[0]), 1, None
     if needs_weight_grad:  # few programs with many rows each, so that their partial sums stay small beside x
-        blocks_per_program = triton.cdiv(programs, min(programs, _summing_programs(x.device)))
-        programs = triton.cdiv(programs, blocks_per_program)
+        blocks_per_program = cdiv(programs, min(programs, _summing_programs(x.device)))
+        programs = cdiv(programs, blocks_per_program)
         partial = torch.empty((programs, hidden), dtype=torch.float32, device=x.device)
     with launch_on(x):
         launch(
-            _rms_norm_backward_kernel,
+            _settings(hidden, mode)[1],
             (programs,),
             grad_x_rows,
             partial,
@@ -167,15 +166,10 @@ def rms_norm_backward(
             residual_rows,
             weight.contiguous(),
             inverse_rms,
-            _row_strides(grad_x_rows, grad_rows, x_rows, residual_rows),
+            (grad_x_stride, grad_stride, x_stride, residual_stride),
             rows,
             hidden,
             blocks_per_program,
-            MODE=mode,
-            ROWS=rows_per_program,
-            BLOCK=block,
-            num_warps=warps,
-            enable_fp_fusion=False,
         )
     return store_rows(grad_x_rows, out), None if partial is None else partial.sum(0).to(weight.dtype)
 
@@ -345,14 +339,19 @@ def _runs_as_kernel(x: torch.Tensor, *others: torch.Tensor) -> bool:
     )
 
 
+@functools.cache
+def _settings(hidden: int, mode: NormMode) -> tuple[Settings, Settings]:
+    """Of the forward's and the backward's kernel; the number of rows only sets the grid."""
+    rows, block, warps = _shape_table(hidden)
+    options = {"MODE": mode, "ROWS": rows, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
+    return Settings(_rms_norm_kernel, **options), Settings(_rms_norm_backward_kernel, **options)
+
+
+@functools.cache
 def _shape_table(hidden: int) -> tuple[int, int, int]:
     """(rows a program, block, warps) for a row of `hidden`; the number of rows has no say in it."""
     block = next_power_of_2(hidden)
     return max(1, TILE // block), block, min(32, max(8, block // 512))
-
-
-def _row_strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors)
 
 
 @functools.cache

@@ -21,9 +21,11 @@ heads: only the sum).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import Settings, launch, launch_on, next_power_of_2, tl, triton, uses_triton
 
 __all__ = ["rope", "rope_torch"]
 
@@ -35,6 +37,7 @@ def rope(
     sin: torch.Tensor,
     *,
     inverse: bool = False,
+    heads_first: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate queries and keys by their positions' angles.
@@ -45,13 +48,14 @@ def rope(
         cos: [1 or B, S, R], any float dtype, R even and at most D.
         sin: as cos.
         inverse: apply the transpose instead, which is the backward.
+        heads_first: q and k are [B, heads, S, D].
         out: (q_out, k_out) to write into, each of its input's shape and dtype; `out=(q, k)` is in place.
 
     Returns:
         The rotated q and k, in their own dtype (k None if k was).
     """
     if not (uses_triton(q) and uses_triton(cos) and q.numel()):
-        return rope_torch(q, k, cos, sin, inverse=inverse, out=out)
+        return rope_torch(q, k, cos, sin, inverse=inverse, heads_first=heads_first, out=out)
     partial = cos.shape[-1] < q.shape[-1]
     q_out, k_out = (None, None) if out is None else out
     q, q_out = _source_and_target(q, q_out, partial)
@@ -59,13 +63,18 @@ def rope(
         k, k_out = _source_and_target(k, k_out, partial)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    batch, sequence, q_heads, _ = q.shape
-    k_heads = 0 if k is None else k.shape[2]
-    half = cos.shape[-1] // 2
-    q_block, k_block, half_block = next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(half)
+    token_axis, head_axis = (2, 1) if heads_first else (1, 2)
+    batch, sequence, q_heads = q.shape[0], q.shape[token_axis], q.shape[head_axis]
+    k_heads, k_strides = 0, None
+    if k is not None and k_out is not None:
+        k_heads = k.shape[head_axis]
+        written, read = k_out.stride(), k.stride()
+        k_strides = (written[0], written[token_axis], written[head_axis], read[0], read[token_axis], read[head_axis])
+    written, read = q_out.stride(), q.stride()
+    q_strides = (written[0], written[token_axis], written[head_axis], read[0], read[token_axis], read[head_axis])
     with launch_on(q):
         launch(
-            _rope_kernel,
+            _settings(q_heads, k_heads, cos.shape[-1] // 2, inverse),
             (batch * sequence,),
             q_out,
             k_out,
@@ -73,18 +82,26 @@ def rope(
             k,
             cos,
             sin,
-            (*q_out.stride()[:3], *q.stride()[:3]),
-            None if k is None or k_out is None else (*k_out.stride()[:3], *k.stride()[:3]),
+            q_strides,
+            k_strides,
             (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)),
             sequence,
-            HEADS=(q_heads, k_heads),
-            HALF=half,
-            BLOCKS=(q_block, k_block, half_block),
-            INVERSE=inverse,
-            num_warps=min(8, max(1, q_block * half_block // 512)),  # 16 points a thread
-            enable_fp_fusion=False,
         )
     return q_out, None if k is None else k_out
+
+
+@functools.cache
+def _settings(q_heads: int, k_heads: int, half: int, inverse: bool) -> Settings:
+    blocks = tuple(next_power_of_2(extent) for extent in (q_heads, k_heads, half))
+    return Settings(
+        _rope_kernel,
+        HEADS=(q_heads, k_heads),
+        HALF=half,
+        BLOCKS=blocks,
+        INVERSE=inverse,
+        num_warps=min(8, max(1, blocks[0] * blocks[2] // 512)),  # 16 points a thread
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit(do_not_specialize=["sequence"])
@@ -204,10 +221,12 @@ def rope_torch(
     sin: torch.Tensor,
     *,
     inverse: bool = False,
+    heads_first: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Plain-torch twin of `rope`: same arguments, same arithmetic, any device and dtype."""
     q_out, k_out = (None, None) if out is None else out
+    cos, sin = (angles.unsqueeze(1 if heads_first else 2) for angles in (cos, sin))  # [1 or B, S, 1, R], or 1 before S
     q_rotated = _rotate(q, cos, sin, inverse, q_out)
     return q_rotated, None if k is None else _rotate(k, cos, sin, inverse, k_out)
 
@@ -215,11 +234,10 @@ def rope_torch(
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """One tensor [B, S, heads, D] turned in its first R columns; the rest is copied."""
+    """One tensor turned in its first R columns by angles that broadcast over it; the rest is copied."""
     rotary = cos.shape[-1]
     half = rotary // 2
     first, second = x[..., :half], x[..., half:rotary]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [1 or B, S, 1, R]
     cos_first, cos_second, sin_first, sin_second = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
     if inverse:
         new_first = first * cos_first + second * sin_second

@@ -34,7 +34,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastft.kernels.backend import interpreting, launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import (
+    Settings,
+    cdiv,
+    interpreting,
+    launch,
+    launch_on,
+    next_power_of_2,
+    tl,
+    triton,
+    uses_triton,
+)
 
 __all__ = ["ROW_BLOCK", "THRESHOLD", "Tile", "kept_columns", "sparse_product", "sparse_product_torch", "tile_for"]
 
@@ -97,29 +107,34 @@ def sparse_product(
     if tile is None:
         tile = tile_for(gradient.dtype, torch.cuda.get_device_capability(gradient.device) if gradient.is_cuda else None)
     stride, vocabulary = gradient.stride(0), gradient.shape[1]
-    blocks = triton.cdiv(row_count, ROW_BLOCK)
+    blocks = cdiv(row_count, ROW_BLOCK)
     padding = 8 if stride % 8 == 0 else 1
     with launch_on(gradient):
         columns, positions = _kept_lists(gradient, threshold, blocks)
         rows, block = (ROW_BLOCK, min(1024, next_power_of_2(vocabulary))) if interpreting() else (4, 512)
         launch(
-            _compact_kernel,
-            (triton.cdiv(row_count, rows),),
+            Settings(_compact_kernel, PADDING=padding, ROW_BLOCK=ROW_BLOCK, ROWS=rows, BLOCK=block, num_warps=4),
+            (cdiv(row_count, rows),),
             gradient,
             stride,
             columns,
             positions,
             row_count,
             vocabulary,
-            PADDING=padding,
-            ROW_BLOCK=ROW_BLOCK,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=4,
         )
         launch(
-            _product_kernel,
-            (blocks * (ROW_BLOCK // tile.rows) * triton.cdiv(hidden, tile.width),),
+            Settings(
+                _product_kernel,
+                PADDING=padding,
+                WIDEN=interpreting(),
+                ROW_BLOCK=ROW_BLOCK,
+                ROWS=tile.rows,
+                WIDTH=tile.width,
+                DEPTH=tile.depth,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            ),
+            (blocks * (ROW_BLOCK // tile.rows) * cdiv(hidden, tile.width),),
             gradient,
             stride,
             weight,
@@ -130,14 +145,6 @@ def sparse_product(
             row_count,
             vocabulary,
             hidden,
-            PADDING=padding,
-            WIDEN=interpreting(),
-            ROW_BLOCK=ROW_BLOCK,
-            ROWS=tile.rows,
-            WIDTH=tile.width,
-            DEPTH=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
         )
     return out
 
@@ -150,9 +157,9 @@ def _kept_lists(gradient: Tensor, threshold: float, blocks: int) -> tuple[Tensor
     row_count, vocabulary = gradient.shape
     rows, block = (ROW_BLOCK, min(1024, next_power_of_2(vocabulary))) if interpreting() else (16, 256)
     flags = torch.empty((blocks, vocabulary), dtype=torch.uint8, device=gradient.device)
-    grid = (triton.cdiv(vocabulary, block), blocks)
+    grid = (cdiv(vocabulary, block), blocks)
     launch(
-        _flag_columns_kernel,
+        Settings(_flag_columns_kernel, ROW_BLOCK=ROW_BLOCK, ROWS=rows, BLOCK=block, num_warps=4),
         grid,
         gradient,
         gradient.stride(0),
@@ -160,14 +167,10 @@ def _kept_lists(gradient: Tensor, threshold: float, blocks: int) -> tuple[Tensor
         row_count,
         vocabulary,
         float(threshold),
-        ROW_BLOCK=ROW_BLOCK,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=4,
     )
     positions = torch.cumsum(flags, 1, dtype=torch.int32)
     columns = torch.empty_like(positions)
-    launch(_list_columns_kernel, grid, flags, positions, columns, vocabulary, BLOCK=block, num_warps=4)
+    launch(Settings(_list_columns_kernel, BLOCK=block, num_warps=4), grid, flags, positions, columns, vocabulary)
     return columns, positions
 
 

@@ -16,10 +16,12 @@ it meets silu's derivative.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
-from fastft.kernels.backend import launch, launch_on, next_power_of_2, tl, triton, uses_triton
+from fastft.kernels.backend import Settings, cdiv, launch, launch_on, next_power_of_2, tl, triton, uses_triton
 from fastft.kernels.rows import input_rows, output_rows, store_rows
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_backward_torch", "swiglu_torch"]
@@ -42,21 +44,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor | None = N
     if not (uses_triton(gate) and uses_triton(up) and gate.numel()):
         return swiglu_torch(gate, up, out=out)
     if out is None:
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gate_rows, up_rows, out_rows = input_rows(gate), input_rows(up), output_rows(out)
-    rows, width, grid, settings = _launch_settings(gate_rows)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    out_rows, out_stride = output_rows(out)
+    gate_rows, gate_stride = input_rows(gate)
+    up_rows, up_stride = input_rows(up)
+    width = gate.shape[-1]
+    rows = gate.numel() // width
+    strides = (out_stride, gate_stride, up_stride)
     with launch_on(gate):
-        launch(
-            _swiglu_kernel,
-            grid,
-            out_rows,
-            gate_rows,
-            up_rows,
-            (out_rows.stride(0), gate_rows.stride(0), up_rows.stride(0)),
-            rows,
-            width,
-            **settings,
-        )
+        launch(_settings(width)[0], _grid(rows, width), out_rows, gate_rows, up_rows, strides, rows, width)
     return store_rows(out_rows, out)
 
 
@@ -84,32 +80,31 @@ def swiglu_backward(
         return swiglu_backward_torch(grad, gate, up, out=out, needs_product=needs_product)
     product, grad_gate, grad_up = (None, None, None) if out is None else out
     if needs_product and product is None:
-        product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        product = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if grad_gate is None or grad_up is None:
-        grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    inputs = [input_rows(tensor) for tensor in (grad, gate, up)]
-    product_rows = output_rows(product) if needs_product and product is not None else None
-    grad_gate_rows, grad_up_rows = output_rows(grad_gate), output_rows(grad_up)
-    strides = (
-        0 if product_rows is None else product_rows.stride(0),
-        grad_gate_rows.stride(0),
-        grad_up_rows.stride(0),
-        *(tensor.stride(0) for tensor in inputs),
-    )
-    rows, width, grid, settings = _launch_settings(inputs[1])
+        grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        grad_up = torch.empty_like(up, memory_format=torch.contiguous_format)
+    product_rows, product_stride = output_rows(product) if needs_product and product is not None else (None, 0)
+    grad_gate_rows, grad_gate_stride = output_rows(grad_gate)
+    grad_up_rows, grad_up_stride = output_rows(grad_up)
+    grad_rows, grad_stride = input_rows(grad)
+    gate_rows, gate_stride = input_rows(gate)
+    up_rows, up_stride = input_rows(up)
+    width = gate.shape[-1]
+    rows = gate.numel() // width
     with launch_on(gate):
         launch(
-            _swiglu_backward_kernel,
-            grid,
+            _settings(width)[1],
+            _grid(rows, width),
             product_rows,
             grad_gate_rows,
             grad_up_rows,
-            *inputs,
-            strides,
+            grad_rows,
+            gate_rows,
+            up_rows,
+            (product_stride, grad_gate_stride, grad_up_stride, grad_stride, gate_stride, up_stride),
             rows,
             width,
-            **settings,
         )
     return (
         None if product_rows is None or product is None else store_rows(product_rows, product),
@@ -181,13 +176,21 @@ def _tile(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row[:, None], column[None, :], mask
 
 
-def _launch_settings(rows_view: torch.Tensor) -> tuple[int, int, tuple[int], dict[str, int | bool]]:
-    """Rows, width, grid and launch settings of a [rows, width] tensor; the number of rows only sets the grid."""
-    rows, width = rows_view.shape
-    block = min(WIDEST_BLOCK, next_power_of_2(width))
-    tile_rows = TILE // block
-    settings = {"ROWS": tile_rows, "BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
-    return rows, width, (triton.cdiv(rows, tile_rows) * triton.cdiv(width, block),), settings
+@functools.cache
+def _settings(width: int) -> tuple[Settings, Settings]:
+    """Of the forward's and the backward's kernel; the number of rows only sets the grid."""
+    block = _block(width)
+    options = {"ROWS": TILE // block, "BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
+    return Settings(_swiglu_kernel, **options), Settings(_swiglu_backward_kernel, **options)
+
+
+def _grid(rows: int, width: int) -> tuple[int]:
+    block = _block(width)
+    return (cdiv(rows, TILE // block) * cdiv(width, block),)
+
+
+def _block(width: int) -> int:
+    return min(WIDEST_BLOCK, next_power_of_2(width))
 
 
 def swiglu_torch(gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fractions
+import math
 import os
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 
 from fastft.kernels import backend
-from fastft.kernels.backend import _specialization, hash_ahead, interpreting, next_power_of_2, uses_triton
+from fastft.kernels.backend import (
+    Settings,
+    _specialization,
+    cdiv,
+    hash_ahead,
+    interpreting,
+    next_power_of_2,
+    uses_triton,
+)
 
 
 def test_interpreted_pass_runs_the_triton_kernels() -> None:
@@ -56,9 +66,46 @@ def test_launch_keys_are_as_fine_as_tritons() -> None:
     edges = (0, 1, 2, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**63 - 1)
     integers = [sign * value for value in edges for sign in (1, -1)]
     tensors = [storage, storage[1:], storage[4:], storage.bfloat16(), storage.int(), torch.nn.Parameter(storage)]
-    tuples = [(1, 2), (2, 1), (None, 2), (16, None), (1, 2, 3), (2**31, 1), (True, 2)]
+    tuples = [(1, 2), (2, 1), (None, 2), (16, None), (1, 2, 3), (2**31, 1), (True, 2), (2, True), (2, 1.0)]
     seen: dict[Any, Any] = {}
     for argument in [*integers, *tensors, *tuples, True, False, None, 1.0, 0.0]:
         theirs = libtriton.native_specialize_impl(BaseBackend, argument, False, True, True)
-        assert seen.setdefault(_specialization(argument), theirs) == theirs, argument
+        assert seen.setdefault(tuple(_specialization((argument,))), theirs) == theirs, argument
     assert len(set(seen.values())) > 15
+
+
+def test_arguments_cannot_pass_for_one_another() -> None:
+    """A key is one sequence over all arguments: where one stops and the next begins must show."""
+    storage, strides = torch.zeros(64), (64, 1)
+    calls = [
+        (storage, 0, None),
+        (storage, None, 0),
+        (storage, storage, None),
+        (storage[1:], storage, None),
+        (None, storage, storage),
+        (storage, strides, 0),
+        (storage, *strides, 0),
+        (storage, (64, 2), 0),
+        ((storage, None), 0, None),
+        ((None, storage), 0, None),
+    ]
+    keys = [tuple(_specialization(call)) for call in calls]
+    assert len(set(keys)) == len(calls)
+
+
+def test_settings_are_told_apart_by_kernel_and_options() -> None:
+    """Two threads may work out the same settings: they find one compiled kernel."""
+
+    def one() -> None: ...
+
+    def other() -> None: ...
+
+    assert Settings(one, BLOCK=64) == Settings(one, BLOCK=64)
+    assert (
+        len({Settings(one, BLOCK=64), Settings(one, BLOCK=64), Settings(one, BLOCK=32), Settings(other, BLOCK=64)}) == 3
+    )
+
+
+@pytest.mark.parametrize(("numerator", "denominator"), [(0, 4), (1, 4), (4, 4), (5, 4), (2**33 + 1, 2)])
+def test_cdiv_rounds_up(numerator: int, denominator: int) -> None:
+    assert cdiv(numerator, denominator) == math.ceil(fractions.Fraction(numerator, denominator))

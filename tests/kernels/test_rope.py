@@ -160,3 +160,15 @@ def test_offsets_past_2_to_the_31_c17() -> None:
         _, _, cos, sin = make_inputs((*view[:2], 1, 1, 8), torch.bfloat16)
         expected = rope(q.contiguous(), None, cos, sin)[0]
         assert_same(rope(q, None, cos, sin, out=(q, None))[0].contiguous(), expected)
+
+
+@dtypes
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+def test_heads_before_tokens_are_the_same_rotation(dtype: torch.dtype, inverse: bool) -> None:
+    """Hugging Face's layout: the same numbers by other strides, of what is rotated and of what is passed through."""
+    q, k, cos, sin = make_inputs((2, 5, 3, 1, 10), dtype, rotary=6, angle_batch=2)
+    expected = rope(q, k, cos, sin, inverse=inverse)
+    heads = [x.transpose(1, 2).contiguous() for x in (q, k)]
+    found = rope(*heads, cos, sin, inverse=inverse, heads_first=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.transpose(1, 2), theirs)
