@@ -25,6 +25,9 @@ ap.add_argument("--out")
 ap.add_argument("--optim", default="adamw_torch_fused")
 ap.add_argument("--ga", type=int, default=1)
 ap.add_argument("--save")
+ap.add_argument(
+    "--ragged", action="store_true", help="rows of --seq / 8 to --seq tokens, as data is that is not packed"
+)
 ap.add_argument("--level", help="fastft: a level for all layers instead of the planner")
 ap.add_argument("--memory-budget", help="fastft: what the planner may use, such as 8.45GiB")
 a = ap.parse_args()
@@ -58,6 +61,9 @@ else:
         patch(model, run_comfort=False)  # one JSON line, and nothing else
 g = torch.Generator().manual_seed(1)
 rows = torch.randint(0, 256, (a.bs * a.ga * (a.steps + 4), a.seq), generator=g).tolist()
+if a.ragged:
+    lengths = torch.randint(a.seq // 8, a.seq + 1, (len(rows),), generator=g).tolist()
+    rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
 ds = Dataset.from_dict({"input_ids": rows})
 
 
@@ -112,10 +118,12 @@ row = {
     "bs": a.bs,
     "ga": a.ga,
     "seq": a.seq,
+    "ragged": a.ragged,
     "gc": gc,
     "step_s": round(med, 4),
+    "mean_s": round(statistics.mean(ts), 4),  # what a new length costs counts here, and not in the median
     "min_s": round(ts[0], 4),
-    "tok_s": round(a.bs * a.ga * a.seq / med),
+    "tok_s": round(sum(map(len, rows)) / len(rows) * a.bs * a.ga / med),
     "first_s": round(Clock.ts[0], 1),
     "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     "losses": [round(h["loss"], 4) for h in log[:6]],

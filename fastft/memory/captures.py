@@ -18,14 +18,30 @@ from torch import Tensor
 
 from fastft.autograd.layer_call import LayerCall
 from fastft.autograd.projection import Projection
+from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import Documents
 from fastft.kernels.nf4 import QuantizedWeight
 
-__all__ = ["CUBLAS_WORKSPACE", "Angles", "Boundaries", "Tape", "call_key", "pays", "weights_of", "with_seed"]
+__all__ = [
+    "CUBLAS_WORKSPACE",
+    "Angles",
+    "Boundaries",
+    "Tape",
+    "alike_length",
+    "call_key",
+    "fills",
+    "pays",
+    "weights_of",
+    "with_seed",
+]
 
 CUBLAS_WORKSPACE = 32 << 20  # on Hopper, for the stream that captures; older devices take 8 MiB
 _PAYS_BELOW = 2.5e-3  # seconds of device time of a layer's forward; above, the host keeps up
-_RATE_PER_MULTIPROCESSOR = 4.5e12  # operations a second in 16-bit matrix products (H200: 600e12 on 132)
+_FILLS_BELOW = 1e-3  # as long as a fast host takes for an eager layer's forward: both passes are some 2.5 ms
+# 16-bit matrix products, operations a second and multiprocessor, sustained (H200: 600e12 on 132); GeForce and the like
+# add in float32 at half their rate
+_RATES = {(8, 0): 2.2e12, (9, 0): 4.5e12, (10, 0): 9e12, (10, 3): 9e12}
+_OTHER_RATE = 1.2e12
 _Result = TypeVar("_Result")
 
 
@@ -137,8 +153,29 @@ def pays(operations: float, device: torch.device) -> bool:
         operations: floating-point operations of a layer's forward products.
         device: a CUDA device.
     """
-    rate = _RATE_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    return operations / rate < _PAYS_BELOW
+    return operations / _rate(device) < _PAYS_BELOW
+
+
+def fills(operations: float, device: torch.device) -> bool:
+    """Whether a replay takes the device less time than the host needs for an eager layer, of however few tokens.
+
+    Args:
+        operations: floating-point operations of a layer's forward products, in the replay.
+        device: a CUDA device.
+    """
+    return operations / _rate(device) < _FILLS_BELOW
+
+
+@functools.cache
+def _rate(device: torch.device) -> float:
+    facts = torch.cuda.get_device_properties(device)
+    return _RATES.get((facts.major, facts.minor), _OTHER_RATE) * facts.multi_processor_count
+
+
+def alike_length(tokens: int) -> int:
+    """The next of few lengths for a row of so many tokens: more by a sixteenth or 127 at most."""
+    step = max(128, next_power_of_2(tokens) // 32)
+    return -(-tokens // step) * step
 
 
 def weights_of(call: LayerCall) -> int:

@@ -1,11 +1,13 @@
 """Attention as a callable: transformers' own interface with the mask, scaling and keywords its module would pass.
 
 Nothing is computed here. Packed documents on sdpa go to kernels/document_attention.py (a `DocumentMask` names them),
-everything else to transformers' function. On Hopper, SDPA's cuDNN backend runs causal attention faster than flash in
-training (1.8 times for 8B shapes on an H200); PyTorch does not prefer it by itself, so the call is wrapped in
-`sdpa_kernel(…, set_priority=True)`, which is restored at once. cuDNN builds a plan per shape, so it gets lengths that
-are multiples of 128 (fixed and full rows, of which a run has few); ragged lengths stay with flash. The choice depends
-on the shape alone: equal runs choose equally.
+everything else to transformers' function. On Hopper, SDPA's cuDNN backend runs causal attention 1.8 times as fast as
+flash in training (8B shapes, H200). But it builds a plan for every new shape, 70 to 80 ms of the host's time for the
+forward and as much for the backward, and PyTorch (2.11; not all versions) prefers it for every length: a run whose
+rows differ would spend more time on plans than on steps. So the order of the backends is ours, set for the call by
+`sdpa_kernel(…, set_priority=True)`: cuDNN first for lengths that are multiples of 128 (fixed and full rows, of which a
+run has few) and where attention takes so long that a plan pays at once; flash first otherwise. It depends on the shape
+alone: equal runs choose equally.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastft.autograd.attention_half import Attention
 from fastft.kernels.document_attention import DocumentAttention
@@ -25,6 +28,8 @@ from fastft.patching.families import Family
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 _LENGTH_MULTIPLE = 128
+_PLAN_PAYS = 3e11  # batch · heads · length² · head_dim: there cuDNN saves 5 ms a layer, two plans cost 150 ms a model
+_PREFERS_CUDNN = frozenset({(9, 0), (10, 0)})  # capabilities for which PyTorch itself may put cuDNN first
 
 
 def interface_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -70,18 +75,11 @@ def attention_callable(
                 0
             ]
 
-        if attention_mask is None and implementation == "sdpa" and _prefers_cudnn(query):
-            from torch.nn.attention import SDPBackend, sdpa_kernel
-
-            order = [
-                SDPBackend.CUDNN_ATTENTION,
-                SDPBackend.FLASH_ATTENTION,
-                SDPBackend.EFFICIENT_ATTENTION,
-                SDPBackend.MATH,
-            ]
-            with sdpa_kernel(order, set_priority=True):
-                return run()
-        return run()
+        order = _backends(query) if attention_mask is None and implementation == "sdpa" else None
+        if order is None:
+            return run()
+        with sdpa_kernel(order, set_priority=True):
+            return run()
 
     return attention
 
@@ -126,13 +124,34 @@ def attention_key(module: nn.Module, attention_mask: Any, kwargs: dict[str, Any]
     return None if isinstance(causal, Tensor) else ("sdpa", module.scaling, causal, getattr(module, "is_causal", None))
 
 
+def _backends(query: Tensor) -> list[Any] | None:
+    """The order in which causal attention over `query` `[batch, heads, sequence, head_dim]` tries SDPA's backends.
+
+    None: PyTorch's own, where it does not put cuDNN first.
+    """
+    batch, heads, length, width = query.shape
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or width > 128 or width % 8:
+        return None
+    if _capability(query.device.index) not in _PREFERS_CUDNN:
+        return None
+    plans = length % _LENGTH_MULTIPLE == 0 or batch * heads * length**2 * width >= _PLAN_PAYS
+    return list(_CUDNN_FIRST if plans else _FLASH_FIRST)
+
+
+_CUDNN_FIRST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+_FLASH_FIRST = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
 @functools.cache
-def _is_hopper(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index) == (9, 0)
-
-
-def _prefers_cudnn(query: Tensor) -> bool:
-    """Whether cuDNN is the faster backend for causal attention over `query` `[batch, heads, sequence, head_dim]`."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[2] % _LENGTH_MULTIPLE:
-        return False
-    return query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and _is_hopper(query.device.index)
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)

@@ -56,16 +56,17 @@ def before_forward(
     if not cached:
         device = (ids if isinstance(ids, Tensor) else embeds).device  # type: ignore[union-attr]
         documents.keep_apart(module, changed, rows, length, device)
-        packed = _without_padding(module, site, args, changed)
-        if packed is not None:
-            args, changed = (), packed
+    counted = _counted(changed.get("attention_mask"), batch)
+    if module.training and not cached:
+        line = _as_one_row(module, site, args, changed, rows, length)
+        if line is not None:
+            args, changed, counted = (), line, None
             rows, length = 1, documents.documents_of(changed["attention_mask"]).length  # type: ignore[union-attr]
-    if learns:
-        run = watch.run_of(module, site)
-        counted = _counted(changed.get("attention_mask"), (rows, length))
         longer = _alike(module, site, args, changed, rows, length)
         if longer is not None:
             args, changed = (), longer
+    if learns:
+        run = watch.run_of(module, site)
         planned = documents.documents_of(changed.get("attention_mask"))
         levels.assign(module, site, (rows, length if planned is None else planned.length))
         if run is not None:
@@ -82,32 +83,41 @@ def _counted(mask: Any, shape: tuple[int, int]) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
 
 
-def _without_padding(
-    module: nn.Module, site: registry.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _as_one_row(
+    module: nn.Module, site: registry.Site, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, length: int
 ) -> dict[str, Any] | None:
-    """The keywords of a padded training batch with its padding left out, or None where that is not safe.
+    """The keywords of a training batch as one row without its padding, or None where that is not safe or no use.
 
-    In training mode with gradient and without: what DPO and GRPO compare must be computed alike. Not where somebody
-    sees the batch between the layers: hidden states or attention weights asked for, NEFTune's noise (scaled by the
-    length of a row), global hooks.
+    A batch without padding becomes a row where CUDA graphs want rows alike that have been of many lengths. In training
+    mode with gradient and without: what DPO and GRPO compare must be computed alike. Not where somebody sees the batch
+    between the layers: hidden states or attention weights asked for, NEFTune's noise (scaled by the length of a row),
+    global hooks.
     """
     mask = kwargs.get("attention_mask")
-    if not site.padding_free or not module.training or kwargs.get("use_cache") is not False:
+    if not site.padding_free or kwargs.get("use_cache") is not False:
         return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or documents.implementation_of(module) != "sdpa":
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return None
-    if len(args) > 1 or _is_looked_into(module, kwargs):
+    if len(args) > 1 or documents.implementation_of(module) != "sdpa" or _is_looked_into(module, kwargs):
         return None
     if args:
         kwargs = {"input_ids": args[0], **kwargs}
-    tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor) or tokens.shape[:2] != mask.shape:
+    given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    if not isinstance(given, Tensor) or (mask is not None and given.shape[:2] != mask.shape):
         return None
-    packed = documents.leave_padding_out(module, kwargs, mask.to(tokens.device))
-    if packed is not None:
-        site.tokens_padded += mask.numel()
-        site.tokens_real += documents.documents_of(packed["attention_mask"]).length  # type: ignore[union-attr]
-    return packed
+    graphs = levels.graphs_of(module) if site.cuda_graphs else None
+    real = None if mask is None else mask.to(given.device) != 0
+    lengths = [length] * rows if real is None else real.sum(1).tolist()  # waits for the device, as making a mask would
+    count = sum(lengths)
+    if graphs is not None:
+        graphs.sees_row(count)
+    if count == 0 or (count == rows * length and (graphs is None or not graphs.fills_row(count, given.device))):
+        return None
+    line = documents.one_row(module, kwargs, length, lengths, real)
+    if line is not None and count < rows * length:
+        site.tokens_padded += rows * length
+        site.tokens_real += count
+    return line
 
 
 def _alike(
@@ -115,18 +125,18 @@ def _alike(
 ) -> dict[str, Any] | None:
     """The keywords of a packed row made as long as others of its kind, or None where that is not safe or no use.
 
-    Packing fills rows nearly, and a collator that lays them end to end makes a line of another length at every step:
-    CUDA graphs would never see the same shape twice. Lines from which padding was left out vary too much for this.
+    Packing fills rows nearly, and a collator that lays them end to end makes a line of another length at every step, as
+    does padding that is left out: CUDA graphs would never see the same shape twice.
     """
-    mask, wanted = kwargs.get("attention_mask"), documents.alike_length(length)
-    packed = documents.documents_of(mask) is not None and documents.padding_of(mask) is None
-    if not packed or rows != 1 or wanted == length or len(args) > 1 or not site.cuda_graphs:
+    mask = kwargs.get("attention_mask")
+    row = documents.documents_of(mask)
+    if row is None or rows != 1 or len(args) > 1 or not site.cuda_graphs:
         return None
+    wanted = levels.graphs_of(module).row_length(length, documents.padding_of(mask) is None, row.device)
     positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or _is_looked_into(module, kwargs):
+    if wanted == length or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    device = documents.documents_of(mask).device  # type: ignore[union-attr]
-    if not levels.graphs_of(module).wants_alike(wanted, device):
+    if _is_looked_into(module, kwargs):
         return None
     if args:
         kwargs = {"input_ids": args[0], **kwargs}

@@ -15,8 +15,8 @@ In the way stand a 2-D mask and a cache: with either, transformers does not look
 dropped and the cache left out; where one cannot be (padding inside packed rows, `use_cache=True`), the forward is
 refused, because a leak would be silent.
 
-A padded batch is a packed one, too: `leave_padding_out` makes its real tokens one row. And a packed row may be made a
-little longer, where CUDA graphs want rows alike: `lengthen` puts a last document of no consequence at its end.
+A padded batch is a packed one, too: `one_row` makes its real tokens one row. And a packed row may be made longer, where
+CUDA graphs want rows alike: `lengthen` puts a last document of no consequence at its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import Documents, document_attention
 from fastft.patching.families import FAMILIES
 
@@ -41,8 +40,8 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class Padding:
     """What a batch of `rows * length` was made of.
 
-    Left out were all but `tokens`, `[n]` int64, places in the line of all; or, where that is None, the one row was made
-    longer.
+    Left out were all but `tokens`, `[n]` int64, places in the line of all; None: no token was. What the row has beyond
+    that was added at its end.
     """
 
     tokens: Tensor | None
@@ -307,69 +306,71 @@ def by_layer_type(module: Any, make: Callable[[int | None], Tensor]) -> Any:
     return None if types - {"full_attention"} else make(window)
 
 
-def leave_padding_out(module: nn.Module, kwargs: dict[str, Any], mask: Tensor) -> dict[str, Any] | None:
-    """A padded batch as one row of its real tokens: keywords for the backbone, or None if nothing is to be gained.
+def one_row(
+    module: nn.Module, kwargs: dict[str, Any], length: int, lengths: list[int], real: Tensor | None
+) -> dict[str, Any] | None:
+    """A batch as one row of its real tokens: keywords for the backbone, or None where it takes no `DocumentMask`.
 
     A row of the batch is a document; pads are nowhere. `restore_padding` puts the output back into its old shape, zeros
-    where pads stood (no label and no pooling reads those). Waits for the device once, as building a mask would.
+    where pads stood (no label and no pooling reads those).
 
     Args:
         module: the planned backbone, on sdpa.
         kwargs: its keywords, with `input_ids` or `inputs_embeds`.
-        mask: `[rows, length]`, nonzero where a token is real.
+        length: of the batch.
+        lengths: how many tokens of each of its rows are real; some are.
+        real: bool `[rows, length]`: which; None: all.
     """
-    rows, length = mask.shape
-    real = mask != 0
-    tokens = real.flatten().nonzero().flatten()
-    if not 0 < len(tokens) < rows * length:
-        return None
-    lengths = tuple(n for n in real.sum(1).tolist() if n)
-    documents = Documents(1, len(tokens), lengths, tokens.device)
-    masks = sdpa_masks(module, documents, Padding(tokens, rows, length))
+    rows, count = len(lengths), sum(lengths)
+    tokens = next(t for name in ("input_ids", "inputs_embeds") if isinstance(t := kwargs.get(name), Tensor))
+    left_out = real is not None and count < rows * length
+    places = real.flatten().nonzero().flatten() if left_out else None  # type: ignore[union-attr]
+    documents = Documents(1, count, tuple(n for n in lengths if n), tokens.device)
+    masks = sdpa_masks(module, documents, Padding(places, rows, length))
     if masks is None:
         return None
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     changed = {**kwargs, "attention_mask": masks}
-    changed["position_ids"] = positions.expand(rows, length).reshape(-1)[tokens][None]
+
+    def line(batch: Tensor) -> Tensor:
+        flat = batch.flatten(0, 1)
+        return (flat if places is None else flat.index_select(0, places))[None]
+
+    changed["position_ids"] = line(positions.expand(rows, length))
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(kwargs.get(name), Tensor):
-            changed[name] = kwargs[name].flatten(0, 1).index_select(0, tokens)[None]
+            changed[name] = line(kwargs[name])
     return changed
-
-
-def alike_length(tokens: int) -> int:
-    """The length that a line of so many tokens is made to be: more by a sixteenth or 127 at most."""
-    step = max(128, next_power_of_2(tokens) // 32)
-    return -(-tokens // step) * step
 
 
 def lengthen(module: nn.Module, kwargs: dict[str, Any], length: int) -> dict[str, Any] | None:
     """A packed row made `length` tokens long, or None where the backbone takes no `DocumentMask`.
 
     What is added is a document of its own at the end, so nothing attends to it, and `restore_padding` cuts it off
-    again: no gradient comes to it.
+    again: no gradient comes to it. Its tokens all stand at position 0, so that no scaling of angles by the largest
+    position sees them.
 
     Args:
         module: the planned backbone, on sdpa.
         kwargs: its keywords: `input_ids` or `inputs_embeds` of one row, `position_ids`, and the `DocumentMask`s that
-            `keep_apart` has put there.
+            `keep_apart` or `one_row` has put there.
         length: more tokens than the row has.
     """
     documents = documents_of(kwargs["attention_mask"])
     assert documents is not None
     more = length - documents.length
     longer = Documents(1, length, (*documents.lengths, more), documents.device)
-    masks = sdpa_masks(module, longer, Padding(None, 1, documents.length))
+    before = padding_of(kwargs["attention_mask"])
+    masks = sdpa_masks(module, longer, before or Padding(None, 1, documents.length))
     if masks is None:
         return None
     of_before = {*BOUNDARIES, "seq_idx"}  # say what the masks say, of the row as it came
     changed = {name: value for name, value in kwargs.items() if name not in of_before}
     changed["attention_mask"] = masks
     positions = kwargs["position_ids"]
-    added = torch.arange(more, dtype=positions.dtype, device=positions.device)
-    changed["position_ids"] = torch.cat([positions, added.expand(len(positions), more)], 1)
+    changed["position_ids"] = functional.pad(positions, (0, more))
     if isinstance(kwargs.get("input_ids"), Tensor):
         changed["input_ids"] = functional.pad(kwargs["input_ids"], (0, more))
     if isinstance(kwargs.get("inputs_embeds"), Tensor):
@@ -391,7 +392,8 @@ def padding_of(mask: Any) -> Padding | None:
 
 def restore_padding(hidden: Tensor, padding: Padding) -> Tensor:
     """`[1, n, hidden]` back to `[rows, length, hidden]`, zeros where pads stood, without what was added."""
+    size = padding.rows * padding.length
     if padding.tokens is None:
-        return hidden[:, : padding.length]
-    line = hidden.new_zeros(padding.rows * padding.length, hidden.shape[-1])
-    return line.index_copy(0, padding.tokens, hidden[0]).view(padding.rows, padding.length, -1)
+        return hidden[:, :size].reshape(padding.rows, padding.length, -1)
+    line = hidden.new_zeros(size, hidden.shape[-1])
+    return line.index_copy(0, padding.tokens, hidden[0, : len(padding.tokens)]).view(padding.rows, padding.length, -1)

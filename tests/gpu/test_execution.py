@@ -48,7 +48,13 @@ def planned_layer(folder: pathlib.Path, level: str) -> Callable[[Tensor], Tensor
     angles = backbone.rotary_emb(draw_rows(), positions)
 
     def run(x: Tensor) -> Tensor:
-        y = layer(x, attention_mask=None, position_ids=positions, position_embeddings=angles)
+        length = x.shape[1]
+        y = layer(
+            x,
+            attention_mask=None,
+            position_ids=positions[:, :length],
+            position_embeddings=tuple(angle[:, :length] for angle in angles),
+        )
         site = registry.site_of(layer)
         assert levels.level_of(site) == level
         assert site.stock_runs == 0, site.last_reason
@@ -94,6 +100,18 @@ def test_attention_is_cudnns_on_hopper(level: str, tmp_path: pathlib.Path) -> No
     operators = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_cudnn_attention" in operators
     assert "aten::_scaled_dot_product_cudnn_attention_backward" in operators
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_a_ragged_length_builds_no_plan_of_cudnns(level: str, tmp_path: pathlib.Path) -> None:
+    """PyTorch may put cuDNN first for every length: 70 ms and more for each new one, twice."""
+    layer = planned_layer(tmp_path, level)
+    x, grad = draw_rows()[:, :250].contiguous(), torch.randn(2, 250, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x).backward(grad)
+    operators = " ".join(event.key for event in profile.key_averages())
+    assert "attention" in operators
+    assert "cudnn_attention" not in operators
 
 
 def quantized(packed: Tensor) -> nf4.QuantizedWeight:

@@ -62,12 +62,9 @@ class Tape:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for CPU layers, from no captures on."""
 
-    def refusal(self: Any, call: Any, x: Tensor) -> str | None:
-        if self._failed:
-            return self.reason
+    def bar(self: Any, call: Any, x: Tensor) -> str | None:
         if call.attention_key is None:
             return "attention has a mask"
-        self._weights = 1
         return "level offload" if call.level == "offload" else None
 
     def token_refusal(self: Any, call: Any, x: Tensor) -> str | None:
@@ -78,7 +75,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tape, "fails_at", None)
     for module in (graphs, token_graphs):
         monkeypatch.setattr(module, "Tape", Tape)
-    monkeypatch.setattr(graphs.ModelGraphs, "_refusal", refusal)
+    monkeypatch.setattr(graphs.ModelGraphs, "_bar", bar)
+    monkeypatch.setattr(graphs.ModelGraphs, "_pays", lambda self, worth, *_: worth is graphs.pays and self._weights > 0)
     monkeypatch.setattr(token_graphs.TokenGraphs, "_refusal", token_refusal)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)

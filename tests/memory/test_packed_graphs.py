@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import types
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from torch.nn import functional
 import fastft
 from fastft.kernels import document_attention as attention
 from fastft.kernels.document_attention import Documents
+from fastft.memory import captures
 from fastft.memory.captures import Boundaries
 from fastft.memory.graphs import ModelGraphs
-from fastft.patching import documents as patching_documents
 from fastft.patching import levels
 from fastft.patching.plan import inner_model
 from tests import support
@@ -30,6 +31,7 @@ from tests.saving.tokenizers import byte_level
 
 LAYERS = 3
 WARM = 4  # steps, of which the last one captures
+FILLED = 256  # tokens of the longest row that shorter ones are filled up to
 Batch = dict[str, Tensor]
 
 
@@ -71,7 +73,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(attention, "takes_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "_varlen", lambda: over_boundaries)
-    monkeypatch.setattr(ModelGraphs, "wants_alike", lambda self, *_: self._weights > 0)
+    monkeypatch.setattr(
+        ModelGraphs,
+        "_pays",
+        lambda self, worth, tokens, _: self._weights > 0 and (worth is not captures.fills or tokens <= FILLED),
+    )
 
 
 def build(family: str = "llama", level: str = "keep", **settings: Any) -> Any:
@@ -238,20 +244,170 @@ def test_lines_are_left_alone_where_somebody_looks_or_graphs_are_off() -> None:
     assert seen == [100, 128, 100, 100, 100]
 
 
-def test_a_padded_batch_is_not_made_longer_again() -> None:
-    model, seen = build(), []
-    inner_model(model).model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
-    ids = torch.randint(3, 128, (2, 20))
-    mask = torch.ones_like(ids)
-    mask[1, 12:] = 0
-    for _ in range(3):
-        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-    assert {shape[1] for shape in seen} == {32}
+def ragged(*lengths: int, seed: int = 0, side: str = "right", mask: bool = True) -> Batch:
+    """Rows of these lengths, padded to the longest as a collator does it."""
+    longest = max(lengths)
+    ids = torch.randint(3, 128, (len(lengths), longest), generator=torch.Generator().manual_seed(seed))
+    places = torch.arange(longest)
+    real = torch.stack([places < n if side == "right" else places >= longest - n for n in lengths])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100)}
+    return batch | ({"attention_mask": real.long()} if mask else {})
+
+
+def seen_shapes(model: Any) -> list[tuple[int, ...]]:
+    """`[rows, length]` of what reaches the layers, from now on."""
+    seen: list[tuple[int, ...]] = []
+    inner_model(model).model.rotary_emb.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
+    return seen
+
+
+BATCHES = {
+    "padded": [(20, 13), (17, 8), (30, 21), (25, 25), (9, 4)],
+    "one at a time": [(20,), (17,), (30,), (25,), (9,)],
+}
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_short_rows_of_any_length_are_replayed_as_one(kind: str, side: str, level: str) -> None:
+    """A full batch among padded ones too. Gradients are those of the rows by themselves, logits have their shape."""
+    model = build(level=level)
+    seen = seen_shapes(model)
+    for seed, lengths in enumerate(BATCHES[kind]):
+        step(model, ragged(*lengths, seed=seed, side=side))
+    assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+    assert seen[1:] == [(1, 128)] * 4, "once a second length is seen"
+    batch, replays = ragged(*BATCHES[kind][0], seed=8, side=side), graphs_of(model).replays
+    ours = step(model, batch)
+    assert graphs_of(model).replays == replays + LAYERS
+    assert_eager(model, ours, batch, 2e-6)
+    alone = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    assert model(**alone).logits.shape[:2] == batch["input_ids"].shape
+
+
+def test_full_batches_without_a_mask_are_rows_too() -> None:
+    model = build()
+    for seed in range(5):
+        step(model, ragged(*(12 + seed,) * 2, seed=seed, mask=False))
+    assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+    batch, replays = ragged(19, 19, seed=8, mask=False), graphs_of(model).replays
+    ours = step(model, batch)
+    assert graphs_of(model).replays == replays + LAYERS
+    assert_eager(model, ours, batch, 2e-6)
+
+
+def test_batches_that_are_always_alike_are_left_as_they_are() -> None:
+    for lengths, shape in (((20, 12), (1, 32)), ((20, 20), (2, 20))):
+        model = build()
+        seen = seen_shapes(model)
+        for seed in range(3):
+            step(model, ragged(*lengths, seed=seed))
+        assert seen == [shape] * 3
+
+
+def test_one_odd_batch_among_equal_ones_makes_no_difference() -> None:
+    """The last one of an epoch; and where lengths have long stopped to vary, batches are left alone again."""
+    model = build()
+    seen = seen_shapes(model)
+    for seed, length in enumerate([20, 20, 20, 9, 20]):
+        step(model, ragged(length, seed=seed))
+    assert seen == [(1, length) for length in (20, 20, 20, 9, 20)]
+    for seed in range(8):
+        step(model, ragged(10 + seed, seed=seed))
+    assert seen[-1] == (1, 128)
+    for seed in range(16):
+        step(model, ragged(20, seed=seed))
+    assert seen[-2:] == [(1, 128), (1, 20)]
+
+
+def test_rows_are_as_long_as_the_longest_was_and_beyond_the_limit_their_own() -> None:
+    model = build()
+    seen = seen_shapes(model)
+    for seed, length in enumerate([20, 30, 140, 25, 300, 40, 50]):
+        step(model, ragged(length, seed=seed))
+    assert [shape[1] for shape in seen] == [20, 128, 256, 256, 300, 256, 256]
+    step(model, ragged(60, seed=8))
+    step(model, ragged(70, seed=9))
+    assert graphs_of(model).captured == LAYERS, graphs_of(model).reason
+
+
+def test_what_is_added_stands_at_position_0() -> None:
+    """Angles that are scaled by the largest position of a batch (longrope, dynamic) are those of its text."""
+    model, largest = build(), []
+
+    def look(_: Any, args: Any, kwargs: Any) -> None:
+        largest.append(int(kwargs.get("position_ids", args[-1]).max()))
+
+    inner_model(model).model.rotary_emb.register_forward_pre_hook(look, with_kwargs=True)
+    for seed, lengths in enumerate([(20, 13), (17, 8), (30, 21)]):
+        step(model, ragged(*lengths, seed=seed))
+    step(model, packed(50, 30, 20))
+    assert largest == [19, 16, 29, 49]
+
+
+def test_a_pass_without_gradient_is_computed_alike() -> None:
+    """DPO compares one with a pass with gradient: in training mode both are made as long; in evaluation none is."""
+    model = build()
+    for seed, lengths in enumerate([(20, 13), (17, 8)]):
+        step(model, ragged(*lengths, seed=seed))
+    seen = seen_shapes(model)
+    batch = ragged(16, 11, seed=5)
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    step(model, batch)
+    model.eval()
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    assert seen == [(1, 128), (1, 128), (2, 16)]
+
+
+def test_rows_are_left_alone_where_their_like_is_not_replayed() -> None:
+    """Level offload, and a batch looked into: longer rows would cost and bring nothing."""
+    batches = [(20, 13), (17, 8), (30, 21)]
+    model = build(level="offload")
+    seen = seen_shapes(model)
+    for seed, lengths in enumerate(batches):
+        step(model, ragged(*lengths, seed=seed))
+    assert seen == [(1, 33), (1, 25), (1, 51)]
+    fastft.patch(model, memory_levels="keep")
+    for seed, lengths in enumerate([(7, 6), (70, 60), (20, 17)]):
+        step(model, ragged(*lengths, seed=seed))
+    assert seen[3:] == [(1, 13), (1, 256), (1, 256)], "a step later"
+    fastft.patch(model, memory_levels="offload")
+    step(model, ragged(60, 20, seed=3))
+    fastft.patch(model, memory_levels="keep")
+    for seed, lengths in enumerate([(7, 6), (20, 17)]):
+        step(model, ragged(*lengths, seed=seed))
+    assert seen[6:] == [(1, 256), (1, 13), (1, 128)], "not as long as what was offloaded"
+    model = build()
+    seen = seen_shapes(model)
+    for seed, lengths in enumerate(batches):
+        model(**ragged(*lengths, seed=seed), output_hidden_states=True).loss.backward()
+    assert seen == [(2, 20), (2, 17), (2, 30)]
 
 
 @pytest.mark.parametrize(("tokens", "alike"), [(1, 128), (128, 128), (2040, 2048), (6100, 6144), (6145, 6400)])
-def test_lengths_that_lines_are_made(tokens: int, alike: int) -> None:
-    assert patching_documents.alike_length(tokens) == alike
+def test_lengths_that_rows_are_made(tokens: int, alike: int) -> None:
+    assert captures.alike_length(tokens) == alike
+
+
+@pytest.mark.parametrize(
+    ("capability", "processors", "tokens"),
+    [((9, 0), 132, 4096), ((8, 0), 108, 1024), ((8, 9), 128, 1024), ((10, 0), 148, 8192)],
+    ids=["H100", "A100", "4090", "B200"],
+)
+def test_rows_are_filled_up_to_what_a_device_computes_while_a_host_launches(
+    capability: tuple[int, int], processors: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a layer of Llama 3.2 1B, 61 million weights; the limit lies between `tokens` and twice as many."""
+    facts = types.SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    captures._rate.cache_clear()
+    device = torch.device("cuda", 0)
+    assert captures.fills(2.0 * tokens * 61e6, device)
+    assert not captures.fills(4.0 * tokens * 61e6, device)
+    captures._rate.cache_clear()
 
 
 @pytest.mark.trl
