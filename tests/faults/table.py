@@ -517,8 +517,8 @@ _KERNELS = [
             (
                 "rope_gradcheck[shared angles]",
                 "the backward turns forward",
-                "_rotated(grad_q, grad_k, cos, sin, inverse=True)",
-                "_rotated(grad_q, grad_k, cos, sin, inverse=False)",
+                "rope(grad_q, grad_k, cos, sin, inverse=True, heads_first=True)",
+                "rope(grad_q, grad_k, cos, sin, inverse=False, heads_first=True)",
             ),
             (
                 "rms_norm_gradcheck[gemma]",
@@ -1508,6 +1508,31 @@ _MEMORY = [
                 "        if shared.boundaries is not None and isinstance(call.attention, DocumentAttention):\n",
                 "        if False:\n",
             ),
+            (
+                "rows_are_as_long_as_the_longest_was_and_beyond_the_limit_their_own",
+                "short rows are made alike in as many shapes as there are multiples",
+                "            return self._longest\n",
+                "            return alike\n",
+            ),
+            (
+                "rows_are_as_long_as_the_longest_was_and_beyond_the_limit_their_own",
+                "rows filled though the device is what a step waits for",
+                "self._pays(fills, alike_length(tokens), device)",
+                "self._pays(pays, alike_length(tokens), device)",
+            ),
+            (
+                "one_odd_batch_among_equal_ones_makes_no_difference",
+                "one odd batch is enough",
+                "self._varies = 2 * most <= len(self._rows)",
+                "self._varies = most < len(self._rows)",
+            ),
+            (
+                "rows_are_left_alone_where_their_like_is_not_replayed",
+                "rows as long as one that was offloaded",
+                "        if self._barred:  # rows as long as that are not replayed: shorter ones may be\n"
+                "            self._longest = 0\n",
+                "",
+            ),
         ],
     ),
     *_faults(
@@ -1523,8 +1548,20 @@ _MEMORY = [
             (
                 "lines_of_like_lengths_are_made_alike[input_ids]",
                 "what is added comes out",
-                "return hidden[:, : padding.length]",
-                "return hidden",
+                "return hidden[:, :size].reshape(",
+                "return hidden[:, -size:].reshape(",
+            ),
+            (
+                "what_is_added_stands_at_position_0",
+                "what is added stands where the longest text would end",
+                "functional.pad(positions, (0, more))",
+                "functional.pad(positions, (0, more), value=length)",
+            ),
+            (
+                "short_rows_of_any_length_are_replayed_as_one[padded-left-keep]",
+                "a batch gets the first tokens of its lengthened row back",
+                "hidden[0, : len(padding.tokens)]",
+                "hidden[0, -len(padding.tokens) :]",
             ),
         ],
     ),
@@ -2001,8 +2038,8 @@ _PACKING = [
             (
                 "padding_left_out_changes_no_loss_and_no_gradient_c26[left-llama]",
                 "rows of a padded batch see each other",
-                "lengths = tuple(n for n in real.sum(1).tolist() if n)",
-                "lengths = (len(tokens),)",
+                "Documents(1, count, tuple(n for n in lengths if n), tokens.device)",
+                "Documents(1, count, (count,), tokens.device)",
             ),
         ],
     ),
@@ -2031,9 +2068,83 @@ _PACKING = [
             (
                 "padding_runs_where_somebody_could_see_it[evaluation]",
                 "padding left out in evaluation",
-                "if not site.padding_free or not module.training or",
-                "if not site.padding_free or",
+                "if module.training and not cached:",
+                "if not cached:",
             ),
+        ],
+    ),
+    *_faults(
+        "patching/backbone.py",
+        _PACKED_GRAPHS,
+        [
+            (
+                "full_batches_without_a_mask_are_rows_too",
+                "full batches stay as they are",
+                "not graphs.fills_row(count, given.device)",
+                "True",
+            ),
+            (
+                "batches_that_are_always_alike_are_left_as_they_are",
+                "full batches are made rows for nothing",
+                "(graphs is None or not graphs.fills_row(count, given.device))",
+                "False",
+            ),
+        ],
+    ),
+    *_faults(
+        "patching/attention.py",
+        "tests/patching/test_attention.py::test_",
+        [
+            (
+                "cudnn_is_first_where_a_plan_is_used_again_or_pays_at_once[ragged-Hopper]",
+                "a plan for every length",
+                "_CUDNN_FIRST if plans else _FLASH_FIRST",
+                "_CUDNN_FIRST",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/backend.py",
+        "tests/kernels/test_backend.py::test_",
+        [
+            (
+                "launch_keys_are_as_fine_as_tritons",
+                "kernels of aligned tensors launched over others",
+                "add(argument.data_ptr() & 15)",
+                "add(0)",
+            ),
+            (
+                "launch_keys_are_as_fine_as_tritons",
+                "a 32-bit kernel launched over wide strides",
+                "(argument & 15) + 16 * (-0x80000000 <= argument <= 0x7FFFFFFF)",
+                "argument & 15",
+            ),
+            (
+                "arguments_cannot_pass_for_one_another",
+                "what is absent leaves no trace in the key",
+                "        if argument is None:\n            add(None)\n",
+                "        if argument is None:\n            continue\n",
+            ),
+        ],
+    ),
+    *_faults(
+        "kernels/rows.py",
+        "tests/kernels/test_swiglu.py::test_offsets_past_2_to_the_31_c17",
+        [
+            (
+                "",
+                "rows that lie apart read as if they were next to each other",
+                "return tensor, tensor.stride(0)",
+                "return tensor, tensor.shape[1]",
+            ),
+        ],
+        interpreted=True,
+    ),
+    *_faults(
+        "bench/timing.py",
+        "tests/bench/test_timing.py::test_host_time_is_that_of_calls_after_the_first_however_many_sets[3]",
+        [
+            ("", "the first call after a wait counted", "        calls[0]()\n        start", "        start"),
         ],
     ),
 ]

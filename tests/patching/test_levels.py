@@ -714,6 +714,12 @@ class Captured:
     def serves(self, tokens: int) -> bool:
         return not self.released and tokens == self.tokens
 
+    def sees_row(self, tokens: int) -> None:
+        """Batches are left as they are."""
+
+    def fills_row(self, *_: Any) -> bool:
+        return False
+
     def begin(self) -> None:
         """A forward begins."""
 
