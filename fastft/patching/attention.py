@@ -134,6 +134,7 @@ def _backends(query: Tensor) -> list[Any] | None:
         return None
     if _capability(query.device.index) not in _PREFERS_CUDNN:
         return None
+    _have_pytorch_choose(query.device.index)
     plans = length % _LENGTH_MULTIPLE == 0 or batch * heads * length**2 * width >= _PLAN_PAYS
     return list(_CUDNN_FIRST if plans else _FLASH_FIRST)
 
@@ -150,6 +151,17 @@ _FLASH_FIRST = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 )
+
+
+@functools.cache
+def _have_pytorch_choose(device_index: int) -> None:
+    """Have PyTorch choose a backend once.
+
+    At the first choice in a process it sets the order that it prefers, over one that was asked for; and who asked puts
+    back, when done, what was there before.
+    """
+    one = torch.empty((1, 1, 8, 64), dtype=torch.float16, device=torch.device("cuda", device_index))
+    torch._fused_sdp_choice(one, one, one, is_causal=True)
 
 
 @functools.cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,6 +114,38 @@ def test_a_ragged_length_builds_no_plan_of_cudnns(level: str, tmp_path: pathlib.
     operators = " ".join(event.key for event in profile.key_averages())
     assert "attention" in operators
     assert "cudnn_attention" not in operators
+
+
+_FIRST_IN_A_PROCESS = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from fastft.patching.attention import _backends
+
+def chosen(length, ours):
+    q = torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        if ours:
+            with torch.nn.attention.sdpa_kernel(_backends(q), set_priority=True):
+                sdpa(q, q, q, is_causal=True)
+        else:
+            sdpa(q, q, q, is_causal=True)
+    run = " ".join(event.key for event in profile.key_averages())
+    return [name for name in ("flash", "cudnn") if f"product_{name}_attention" in run]
+
+first = chosen(250, True)
+order = torch._C._get_sdp_priority_order()
+chosen(250, False)
+print(first, order == torch._C._get_sdp_priority_order())
+"""
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="a choice made on Hopper"
+)
+def test_the_first_attention_of_a_process_is_in_our_order_and_leaves_pytorchs() -> None:
+    """PyTorch sets its order at its first choice: ours must neither be lost to it nor keep it from being set."""
+    done = subprocess.run([sys.executable, "-c", _FIRST_IN_A_PROCESS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2] == "['flash'] True", done.stdout + done.stderr
 
 
 def quantized(packed: Tensor) -> nf4.QuantizedWeight:

@@ -18,6 +18,14 @@ def query(length: int, *, batch: int = 2, heads: int = 32, width: int = 128, dty
     return types.SimpleNamespace(shape=shape, dtype=dtype, is_cuda=True, device=device)
 
 
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """There is no GPU on which PyTorch could choose; the devices on which it was asked to."""
+    asked: list[int] = []
+    monkeypatch.setattr(attention, "_have_pytorch_choose", asked.append)
+    return asked
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["Hopper", "Blackwell"])
 @pytest.mark.parametrize(
     ("length", "first"),
@@ -30,13 +38,18 @@ def query(length: int, *, batch: int = 2, heads: int = 32, width: int = 128, dty
     ids=["a multiple of 128", "ragged", "one token", "so long that a plan pays for one step"],
 )
 def test_cudnn_is_first_where_a_plan_is_used_again_or_pays_at_once(
-    length: int, first: SDPBackend, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    length: int,
+    first: SDPBackend,
+    capability: tuple[int, int],
+    no_device: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "_capability", lambda _: capability)
     order = attention._backends(query(length))
     assert order is not None
     assert order[0] == first
     assert set(order) == set(attention._FLASH_FIRST), "none is left out"
+    assert no_device == [0], "its first choice in a process would set its own order over ours"
 
 
 @pytest.mark.parametrize(
