@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fastft.autograd.layer_call import LayerCall
 from fastft.autograd.projection import Projection
-from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import Documents
 from fastft.kernels.nf4 import QuantizedWeight
 
@@ -27,7 +26,6 @@ __all__ = [
     "Angles",
     "Boundaries",
     "Tape",
-    "alike_length",
     "call_key",
     "fills",
     "pays",
@@ -170,12 +168,6 @@ def fills(operations: float, device: torch.device) -> bool:
 def _rate(device: torch.device) -> float:
     facts = torch.cuda.get_device_properties(device)
     return _RATES.get((facts.major, facts.minor), _OTHER_RATE) * facts.multi_processor_count
-
-
-def alike_length(tokens: int) -> int:
-    """The next of few lengths for a row of so many tokens: more by a sixteenth or 127 at most."""
-    step = max(128, next_power_of_2(tokens) // 32)
-    return -(-tokens // step) * step
 
 
 def weights_of(call: LayerCall) -> int:

@@ -30,8 +30,6 @@ The numbers are the eager ones: the same kernels in the same order.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,13 +44,13 @@ from fastft.autograd.first_order import first_order
 from fastft.autograd.layer_call import AttentionSaved, LayerCall
 from fastft.kernels.backend import next_power_of_2
 from fastft.kernels.document_attention import DocumentAttention, Documents, takes_varlen
-from fastft.memory.captures import Angles, Boundaries, Tape, alike_length, call_key, fills, pays, weights_of, with_seed
+from fastft.memory.captures import Angles, Boundaries, Tape, call_key, pays, weights_of, with_seed
+from fastft.memory.row_lengths import RowLengths
 
 __all__ = ["SHARED_STREAMS", "ModelGraphs"]
 
 SHARED_STREAMS = 3  # buffers as large as the residual stream that a model's graphs share: y, dy, dx
 _SAME_STEPS = 3  # alike before a capture: the first ones also compile kernels
-_LAST_ROWS = 16  # by which lengths are said to vary
 
 
 class _Ticket:
@@ -251,11 +249,7 @@ class ModelGraphs:
         self._waiting = False  # when the forward under way began, one before it had layers without their backward
         self._failed = False
         self._room = (1, 1)  # for packed documents: how many, and tokens in the longest; grows to what has been seen
-        self._weights = 0  # elements of the weights of the layer last called that could be replayed
-        self._barred = False  # whether a layer of the last step could not, of whatever length
-        self._rows: deque[int] = deque(maxlen=_LAST_ROWS)  # real tokens of the last batches that were not packed
-        self._varies = False  # whether they vary
-        self._longest = 0  # what short rows are made
+        self.rows = RowLengths()
         self.reason: str | None = None  # why the last layer that was not replayed was not
         self.replays = 0
 
@@ -267,45 +261,6 @@ class ModelGraphs:
     def serves(self, tokens: int) -> bool:
         """Whether the layers of a batch of so many tokens may be replayed."""
         return self.captured > 0 and self._captured_tokens == tokens
-
-    def sees_row(self, tokens: int) -> None:
-        """A batch that is not packed has so many real tokens.
-
-        Lengths vary when none is more than half of the last ones, and no longer when all of these are the same: an odd
-        batch at the end of an epoch makes no difference.
-        """
-        self._rows.append(tokens)
-        most = max(Counter(self._rows).values())
-        self._varies = 2 * most <= len(self._rows) or (self._varies and most < _LAST_ROWS)
-
-    def fills_row(self, tokens: int, device: torch.device) -> bool:
-        """Whether a batch of so many real tokens is to be a row as long as the longest (`row_length`)."""
-        return self._varies and not self._barred and self._pays(fills, alike_length(tokens), device)
-
-    def row_length(self, tokens: int, packed: bool, device: torch.device) -> int:
-        """How long a row of so many tokens is to be made, so that rows are alike; its own length: not at all.
-
-        A short row is made as long as the longest there was, where the device takes less time over all of that than the
-        host over an eager row: one shape for all, and no more memory than the longest row takes anyway. Of longer rows
-        only packed ones are made alike, since they are nearly full: the next of few lengths.
-
-        Args:
-            tokens: of the row.
-            packed: whether rows are filled with documents; else a row is what a batch's real tokens are.
-            device: theirs.
-        """
-        alike = alike_length(tokens)
-        if self._barred:
-            return tokens
-        if self.fills_row(tokens, device) or (packed and self._pays(fills, alike, device)):
-            self._longest = max(self._longest, alike)
-            return self._longest
-        return alike if packed and self._pays(pays, alike, device) else tokens
-
-    def _pays(self, worth: Callable[[float, torch.device], bool], tokens: int, device: torch.device) -> bool:
-        if device.type != "cuda" or self._failed or not self._weights:
-            return False
-        return worth(2.0 * tokens * self._weights, device)
 
     @property
     def kept_bytes(self) -> int:
@@ -324,9 +279,8 @@ class ModelGraphs:
         if self._step:
             self._alike = self._alike + 1 if self._step == self._last else 1
             self._last = self._step
-        if self._barred:  # rows as long as that are not replayed: shorter ones may be
-            self._longest = 0
-        self._step, self._called, self._barred = [], set(), False
+        self.rows.begin()
+        self._step, self._called = [], set()
         self._waiting = any(graph.busy for graph in self._graphs.values())
         wanted = self._alike >= _SAME_STEPS and self._last != self._captured and not self._failed
         if wanted and not self._waiting:
@@ -374,8 +328,7 @@ class ModelGraphs:
         self._drop()
         self._shared.clear()
         self._step, self._last, self._alike, self._called = [], [], 0, set()
-        self._rows.clear()
-        self._varies, self._longest = False, 0
+        self.rows.forget()
         self.replays, self._failed, self.reason = 0, False, reason
 
     def _drop(self) -> None:
@@ -384,14 +337,12 @@ class ModelGraphs:
         self._tape, self._captured, self._capturing = None, [], False
 
     def _refusal(self, call: LayerCall, x: Tensor) -> str | None:
-        if self._failed:
-            return self.reason
-        reason = self._bar(call, x)
+        reason = self.reason if self._failed else self._bar(call, x)
         if reason is not None:
-            self._barred = True
+            self.rows.bar()
             return reason
-        self._weights = weights_of(call)
-        if not self._pays(pays, x.shape[0] * x.shape[1], x.device):
+        self.rows.weights = weights_of(call)
+        if not pays(2.0 * x.shape[0] * x.shape[1] * self.rows.weights, x.device):
             return "the device is busy long enough for the host to keep up"
         return None
 

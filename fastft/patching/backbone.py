@@ -105,16 +105,17 @@ def _as_one_row(
     given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
     if not isinstance(given, Tensor) or (mask is not None and given.shape[:2] != mask.shape):
         return None
-    graphs = levels.graphs_of(module) if site.cuda_graphs else None
+    row_lengths = levels.graphs_of(module).rows if site.cuda_graphs else None
     real = None if mask is None else mask.to(given.device) != 0
     lengths = [length] * rows if real is None else real.sum(1).tolist()  # waits for the device, as making a mask would
     count = sum(lengths)
-    if graphs is not None:
-        graphs.sees_row(count)
-    if count == 0 or (count == rows * length and (graphs is None or not graphs.fills_row(count, given.device))):
+    if row_lengths is not None:
+        row_lengths.sees(count)
+    is_full = count == rows * length
+    if count == 0 or (is_full and (row_lengths is None or not row_lengths.fills(count, given.device))):
         return None
     line = documents.one_row(module, kwargs, length, lengths, real)
-    if line is not None and count < rows * length:
+    if line is not None and not is_full:
         site.tokens_padded += rows * length
         site.tokens_real += count
     return line
@@ -132,7 +133,7 @@ def _alike(
     row = documents.documents_of(mask)
     if row is None or rows != 1 or len(args) > 1 or not site.cuda_graphs:
         return None
-    wanted = levels.graphs_of(module).row_length(length, documents.padding_of(mask) is None, row.device)
+    wanted = levels.graphs_of(module).rows.length(length, documents.padding_of(mask) is None, row.device)
     positions = kwargs.get("position_ids")
     if wanted == length or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

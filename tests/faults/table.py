@@ -1508,6 +1508,12 @@ _MEMORY = [
                 "        if shared.boundaries is not None and isinstance(call.attention, DocumentAttention):\n",
                 "        if False:\n",
             ),
+        ],
+    ),
+    *_faults(
+        "memory/row_lengths.py",
+        _PACKED_GRAPHS,
+        [
             (
                 "rows_are_as_long_as_the_longest_was_and_beyond_the_limit_their_own",
                 "short rows are made alike in as many shapes as there are multiples",
@@ -1517,8 +1523,8 @@ _MEMORY = [
             (
                 "rows_are_as_long_as_the_longest_was_and_beyond_the_limit_their_own",
                 "rows filled though the device is what a step waits for",
-                "self._pays(fills, alike_length(tokens), device)",
-                "self._pays(pays, alike_length(tokens), device)",
+                "self._worth(fills, alike_length(tokens), device)",
+                "self._worth(pays, alike_length(tokens), device)",
             ),
             (
                 "one_odd_batch_among_equal_ones_makes_no_difference",
@@ -2080,13 +2086,13 @@ _PACKING = [
             (
                 "full_batches_without_a_mask_are_rows_too",
                 "full batches stay as they are",
-                "not graphs.fills_row(count, given.device)",
+                "not row_lengths.fills(count, given.device)",
                 "True",
             ),
             (
                 "batches_that_are_always_alike_are_left_as_they_are",
                 "full batches are made rows for nothing",
-                "(graphs is None or not graphs.fills_row(count, given.device))",
+                "(row_lengths is None or not row_lengths.fills(count, given.device))",
                 "False",
             ),
         ],

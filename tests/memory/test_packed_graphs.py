@@ -22,6 +22,7 @@ from fastft.kernels.document_attention import Documents
 from fastft.memory import captures
 from fastft.memory.captures import Boundaries
 from fastft.memory.graphs import ModelGraphs
+from fastft.memory.row_lengths import RowLengths, alike_length
 from fastft.patching import levels
 from fastft.patching.plan import inner_model
 from tests import support
@@ -73,11 +74,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(attention, "takes_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "_varlen", lambda: over_boundaries)
-    monkeypatch.setattr(
-        ModelGraphs,
-        "_pays",
-        lambda self, worth, tokens, _: self._weights > 0 and (worth is not captures.fills or tokens <= FILLED),
-    )
+
+    def worth(self: RowLengths, test: Any, tokens: int, _: torch.device) -> bool:
+        return self.weights > 0 and not self._barred and (test is not captures.fills or tokens <= FILLED)
+
+    monkeypatch.setattr(RowLengths, "_worth", worth)
 
 
 def build(family: str = "llama", level: str = "keep", **settings: Any) -> Any:
@@ -389,7 +390,7 @@ def test_rows_are_left_alone_where_their_like_is_not_replayed() -> None:
 
 @pytest.mark.parametrize(("tokens", "alike"), [(1, 128), (128, 128), (2040, 2048), (6100, 6144), (6145, 6400)])
 def test_lengths_that_rows_are_made(tokens: int, alike: int) -> None:
-    assert captures.alike_length(tokens) == alike
+    assert alike_length(tokens) == alike
 
 
 @pytest.mark.parametrize(

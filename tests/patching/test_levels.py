@@ -26,6 +26,7 @@ from fastft.memory.captures import CUBLAS_WORKSPACE
 from fastft.memory.costs import StepCosts, with_gradients
 from fastft.memory.offload import Parcel
 from fastft.memory.planner import LevelCost, make_plan
+from fastft.memory.row_lengths import RowLengths
 from fastft.patching import decoder_layer, layer_costs, levels, registry, size_plans
 from fastft.patching.plan import inner_model
 from tests import support
@@ -709,16 +710,11 @@ class Captured:
 
     def __init__(self, device: Device, tokens: int, kept: int) -> None:
         self.device, self.tokens, self.kept_bytes, self.released = device, tokens, kept, ""
+        self.rows = RowLengths()
         device.allocated += kept
 
     def serves(self, tokens: int) -> bool:
         return not self.released and tokens == self.tokens
-
-    def sees_row(self, tokens: int) -> None:
-        """Batches are left as they are."""
-
-    def fills_row(self, *_: Any) -> bool:
-        return False
 
     def begin(self) -> None:
         """A forward begins."""
