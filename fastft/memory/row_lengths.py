@@ -25,6 +25,7 @@ from fastft.memory.captures import fills, pays
 __all__ = ["RowLengths", "alike_length"]
 
 _LAST_ROWS = 16  # by which lengths are said to vary
+_PAUSE = 64  # steps without another try where a row could not be replayed
 
 
 def alike_length(tokens: int) -> int:
@@ -39,12 +40,14 @@ class RowLengths:
     def __init__(self) -> None:
         self.weights = 0  # elements of the weights of a layer that can be replayed
         self._barred = False  # whether a layer of the last step could not be, of whatever length
+        self._pause = 0  # steps for which rows are left alone
         self._rows: deque[int] = deque(maxlen=_LAST_ROWS)  # real tokens of the last batches that were not packed
         self._varies = False  # whether they vary
         self._longest = 0  # what short rows are made
 
     def begin(self) -> None:
         """A training forward begins."""
+        self._pause = _PAUSE if self._barred else max(0, self._pause - 1)
         if self._barred:  # rows as long as that are not replayed: shorter ones may be
             self._longest = 0
         self._barred = False
@@ -56,7 +59,7 @@ class RowLengths:
     def forget(self) -> None:
         """As at the start, but for the model's weights."""
         self._rows.clear()
-        self._varies, self._longest = False, 0
+        self._varies, self._longest, self._pause = False, 0, 0
 
     def sees(self, tokens: int) -> None:
         """A batch that is not packed has so many real tokens.
@@ -87,6 +90,9 @@ class RowLengths:
         return alike if packed and self._worth(pays, alike, device) else tokens
 
     def _worth(self, test: Callable[[float, torch.device], bool], tokens: int, device: torch.device) -> bool:
-        if device.type != "cuda" or self._barred or not self.weights:
+        if not self._open() or device.type != "cuda":
             return False
         return test(2.0 * tokens * self.weights, device)
+
+    def _open(self) -> bool:
+        return self.weights > 0 and not self._barred and self._pause == 0

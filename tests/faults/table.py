@@ -1539,6 +1539,12 @@ _MEMORY = [
                 "            self._longest = 0\n",
                 "",
             ),
+            (
+                "rows_are_left_alone_where_their_like_is_not_replayed",
+                "tried again at once, every second step",
+                "self._pause = _PAUSE if self._barred else max(0, self._pause - 1)",
+                "self._pause = 0",
+            ),
         ],
     ),
     *_faults(

@@ -19,7 +19,7 @@ from torch.nn import functional
 import fastft
 from fastft.kernels import document_attention as attention
 from fastft.kernels.document_attention import Documents
-from fastft.memory import captures
+from fastft.memory import captures, row_lengths
 from fastft.memory.captures import Boundaries
 from fastft.memory.graphs import ModelGraphs
 from fastft.memory.row_lengths import RowLengths, alike_length
@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_varlen", lambda: over_boundaries)
 
     def worth(self: RowLengths, test: Any, tokens: int, _: torch.device) -> bool:
-        return self.weights > 0 and not self._barred and (test is not captures.fills or tokens <= FILLED)
+        return self._open() and (test is not captures.fills or tokens <= FILLED)
 
     monkeypatch.setattr(RowLengths, "_worth", worth)
 
@@ -363,27 +363,30 @@ def test_a_pass_without_gradient_is_computed_alike() -> None:
     assert seen == [(1, 128), (1, 128), (2, 16)]
 
 
-def test_rows_are_left_alone_where_their_like_is_not_replayed() -> None:
-    """Level offload, and a batch looked into: longer rows would cost and bring nothing."""
-    batches = [(20, 13), (17, 8), (30, 21)]
+def test_rows_are_left_alone_where_their_like_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under level offload longer rows would bring nothing; it is tried again later, with shorter ones first."""
+    monkeypatch.setattr(row_lengths, "_PAUSE", 2)
     model = build(level="offload")
     seen = seen_shapes(model)
-    for seed, lengths in enumerate(batches):
+    for seed, lengths in enumerate([(20, 13), (17, 8), (30, 21)]):
         step(model, ragged(*lengths, seed=seed))
     assert seen == [(1, 33), (1, 25), (1, 51)]
     fastft.patch(model, memory_levels="keep")
-    for seed, lengths in enumerate([(7, 6), (70, 60), (20, 17)]):
+    for seed, lengths in enumerate([(7, 6), (8, 6), (9, 6), (70, 60), (20, 17)]):
         step(model, ragged(*lengths, seed=seed))
-    assert seen[3:] == [(1, 13), (1, 256), (1, 256)], "a step later"
+    assert seen[3:] == [(1, 13), (1, 14), (1, 15), (1, 256), (1, 256)]
     fastft.patch(model, memory_levels="offload")
     step(model, ragged(60, 20, seed=3))
     fastft.patch(model, memory_levels="keep")
-    for seed, lengths in enumerate([(7, 6), (20, 17)]):
+    for seed, lengths in enumerate([(7, 6), (8, 6), (9, 6), (20, 17)]):
         step(model, ragged(*lengths, seed=seed))
-    assert seen[6:] == [(1, 256), (1, 13), (1, 128)], "not as long as what was offloaded"
+    assert seen[8:] == [(1, 256), (1, 13), (1, 14), (1, 15), (1, 128)], "not as long as what was offloaded"
+
+
+def test_rows_are_left_alone_where_somebody_looks_into_the_batch() -> None:
     model = build()
     seen = seen_shapes(model)
-    for seed, lengths in enumerate(batches):
+    for seed, lengths in enumerate([(20, 13), (17, 8), (30, 21)]):
         model(**ragged(*lengths, seed=seed), output_hidden_states=True).loss.backward()
     assert seen == [(2, 20), (2, 17), (2, 30)]
 
